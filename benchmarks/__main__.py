@@ -1,0 +1,31 @@
+"""`python -m benchmarks NAME [options]`: runs one benchmark of this checkout; it need not be installed."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+BENCHMARKS = {
+    "aot": ("benchmarks.aot", "compile every kernel for five chips: registers, spills, access widths, gates"),
+    "engine": ("benchmarks.engine", "the demo's engine against transformers' generate, on a CPU"),
+}
+"""Name -> (module with a `main(arguments) -> exit code`, what it does)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the benchmark that the first argument names with the arguments behind it."""
+    name, *options = arguments or ["--help"]
+    if name in BENCHMARKS:
+        checkout = Path(__file__).resolve().parent.parent
+        sys.path[:0] = [str(checkout), str(checkout / "kernels")]
+        module, _ = BENCHMARKS[name]
+        return int(import_module(module).main(options))
+    known = "\n".join(f"  {known:<8} {what}" for known, (_, what) in BENCHMARKS.items())
+    if name in ("-h", "--help"):
+        print(f"usage: python -m benchmarks NAME [options]\n\n{known}")
+        return 0
+    print(f"benchmarks: expected one of these names, got {name!r}\n{known}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""merge_partials: attention over disjoint sets of keys, merged into attention over all of them."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvstore_kernels.launch import INTERPRETED, Launch, Target, current_target, lanes_of_16_bytes
+from kvstore_kernels.reads import allocate_outputs, expect_partials
+from kvstore_kernels.softmax import LOG2_E, normalise, softmax_step, store_tile
+from kvstore_kernels.splits import padded
+
+TILE_SPLITS = 16
+"""Parts taken in one step: enough loads in flight to hide their latency, and one variant for any number of splits."""
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    partial_out_ptr,  # [num_rows, num_splits, DIM] fp32
+    partial_lse_ptr,  # [num_rows, num_splits] fp32, natural log
+    out_ptr,  # [num_rows, DIM]
+    lse_ptr,  # [num_rows] fp32
+    num_splits: tl.int32,
+    DIM: tl.constexpr,
+    TILE_S: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Program = row: a head of a sequence. Parts are the keys of an online softmax, with the LSE as score."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE_DIM)
+    running_max = tl.full([1], float("-inf"), tl.float32)
+    running_sum = tl.zeros([1], tl.float32)
+    merged = tl.zeros([1, TILE_DIM], tl.float32)
+    for first in range(0, num_splits, TILE_S):
+        splits = first + tl.arange(0, TILE_S)
+        scores = tl.load(partial_lse_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+        # Some kernels mark an empty part with +inf.
+        scores = tl.where(scores == float("inf"), float("-inf"), scores) * LOG2_E
+        weights, running_max, running_sum, factor = softmax_step(scores[None, :], running_max, running_sum)
+        weights = tl.trans(weights)
+        # Selected, not multiplied away: what an empty part holds may be NaN.
+        parts = tl.load(
+            partial_out_ptr + (row * num_splits + splits[:, None]) * DIM + columns[None, :],
+            mask=(weights > 0.0) & (columns < DIM)[None, :],
+            other=0.0,
+        )
+        merged = merged * factor[:, None] + tl.sum(parts * weights, 0)[None, :]
+    out, lse = normalise(merged, running_max, running_sum)
+    store_tile(out_ptr + row * DIM + columns[None, :], out, (columns < DIM)[None, :], INTERPRETED)
+    tl.store(lse_ptr + row + tl.arange(0, 1), lse)
+
+
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges attention over disjoint sets of keys into attention over all of them.
+
+    Args:
+        partial_out: fp32 [num_seqs, num_heads, num_splits, dim], contiguous.
+        partial_lse: fp32 [num_seqs, num_heads, num_splits], contiguous, natural logarithm. -inf or +inf: an empty
+            part, whose output is not read.
+        out: [num_seqs, num_heads, dim] of a row dtype, contiguous; None: fp32, allocated.
+        lse: fp32 [num_seqs, num_heads], contiguous; None: allocated.
+
+    Returns: out and lse; 0 and -inf where every part is empty.
+
+    Raises: ValueError or TypeError, before anything is written, for a tensor of wrong type, shape, dtype, device or
+        strides.
+    """
+    expect_partials(partial_out, partial_lse, out, lse)
+    out, lse = allocate_outputs(partial_out[:, :, 0], partial_out.shape[3], out, lse)
+    merge_launch(partial_out, partial_lse, out, lse, target=current_target(_merge_kernel)).run()
+    return out, lse
+
+
+def merge_launch(
+    partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, target: Target
+) -> Launch:
+    """The launch of `merge_partials` on `target`, of checked arguments; the tensors may be meta tensors."""
+    num_seqs, num_heads, num_splits, dim = partial_out.shape
+    return Launch(
+        kernel=_merge_kernel,
+        grid=(num_seqs * num_heads,),
+        args={
+            "partial_out_ptr": partial_out,
+            "partial_lse_ptr": partial_lse,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "num_splits": num_splits,
+        },
+        constexprs={"DIM": dim, "TILE_S": TILE_SPLITS, "TILE_DIM": padded(dim), "INTERPRETED": INTERPRETED},
+        # 16 bytes of a part's output in each lane.
+        num_warps=lanes_of_16_bytes(4 * padded(dim), target, max_warps=8),
+    )

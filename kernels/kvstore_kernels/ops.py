@@ -1,0 +1,172 @@
+"""The public ops: each picks its backend, Triton or the torch reference, and calls it. Both have one signature."""
+
+from typing import Any
+
+import torch
+
+from kvstore_kernels import gather, gqa, merge, mla, reference, write
+from kvstore_kernels.launch import resolve_backend
+from kvstore_kernels.pages import PageView
+
+
+def write_rows(view: PageView, slot_mapping: torch.Tensor, *parts: torch.Tensor, backend: str | None = None) -> None:
+    """Writes one row per slot into the pages of a view.
+
+    Args:
+        view: where the pages lie, and their format.
+        slot_mapping: int64 [num_rows], block_id * rows_per_block + row_in_block. A slot below 0 or past the last is
+            skipped. Equal slots in one call leave the content of that row undefined.
+        parts: one tensor per part of the format, [at least num_rows, num_heads, head_dim] or flattened to two axes,
+            of the part's dtype, the row stride free. A latent row may also come as two tensors, nope and rope.
+        backend: "triton", "reference", or None: Triton on a GPU, the reference elsewhere.
+
+    Raises: ValueError / TypeError that name the argument, what was expected and what came.
+    """
+    _module(backend, view, write).write_rows(view, slot_mapping, *parts)
+
+
+def gather_rows(
+    view: PageView,
+    block_table: torch.Tensor,
+    cu_row_lens: torch.Tensor,
+    *,
+    num_rows: int,
+    start: torch.Tensor | None = None,
+    wraps: bool = False,
+    out: tuple[torch.Tensor, ...] | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Copies rows of many sequences out of their pages, packed one sequence behind the other.
+
+    Args:
+        view: where the pages lie, and their format.
+        block_table: int32 [num_seqs, width].
+        cu_row_lens: int32 [num_seqs + 1], prefix sum of the rows to fetch per sequence.
+        num_rows: its last entry, known to the host.
+        start: int32 [num_seqs], the first row to fetch per sequence; None: 0.
+        wraps: whether block i of a sequence is in column i % width (window groups) instead of column i.
+        out: tensors to write to, one per part.
+        backend: as `write_rows`.
+
+    Returns: one tensor [num_rows, num_heads, head_dim] per part. A row without a block (an entry that names none, a
+        column past the table) is zero.
+
+    Raises: as `write_rows`.
+    """
+    result: tuple[torch.Tensor, ...] = _module(backend, view, gather).gather_rows(
+        view,
+        block_table,
+        cu_row_lens,
+        num_rows=num_rows,
+        start=start,
+        wraps=wraps,
+        out=out,
+    )
+    return result
+
+
+def gqa_decode(
+    view: PageView,
+    block_table: torch.Tensor,
+    row_lens: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token per sequence over paged K and V.
+
+    Args:
+        view: pages with parts "k" and "v".
+        block_table: int32 [num_seqs, width].
+        row_lens: int32 [num_seqs], rows the query sees, its own included.
+        q: [num_seqs, num_heads, head_dim] in the rows' dtype; num_heads is a multiple of the KV heads.
+        softmax_scale: None: head_dim ** -0.5.
+        window: the query at position row_len - 1 sees positions >= row_len - window; block i is in column i % width.
+        out, lse: tensors to write to.
+        num_splits: parts the keys are split into, merged afterwards; None: from a table of host values.
+        backend: as `write_rows`.
+
+    Returns: out [num_seqs, num_heads, head_dim_v] in q's dtype; lse [num_seqs, num_heads] fp32, natural logarithm.
+        A sequence without rows gives 0 and -inf.
+
+    Raises: as `write_rows`.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = _module(backend, view, gqa).gqa_decode(
+        view,
+        block_table,
+        row_lens,
+        q,
+        softmax_scale=softmax_scale,
+        window=window,
+        out=out,
+        lse=lse,
+        num_splits=num_splits,
+    )
+    return result
+
+
+def mla_decode(
+    view: PageView,
+    block_table: torch.Tensor,
+    row_lens: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    softmax_scale: float,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token per sequence over paged latent rows; K is the row, V its leading value_dim columns.
+
+    Args:
+        view: pages of a format with a `value_dim`.
+        q: [num_seqs, num_heads, latent_dim] in the rows' dtype, the absorbed query, nope columns first.
+        softmax_scale: of the model; it cannot be told from the latent row.
+        block_table, row_lens, out, lse, num_splits, backend: as `gqa_decode`.
+
+    Returns: out [num_seqs, num_heads, value_dim] and lse, as `gqa_decode`.
+
+    Raises: as `write_rows`.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = _module(backend, view, mla).mla_decode(
+        view, block_table, row_lens, q, softmax_scale=softmax_scale, out=out, lse=lse, num_splits=num_splits
+    )
+    return result
+
+
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges attention over disjoint sets of keys into attention over all of them.
+
+    Args:
+        partial_out: fp32 [num_seqs, num_heads, num_splits, dim].
+        partial_lse: fp32 [num_seqs, num_heads, num_splits], natural logarithm; -inf (or +inf) marks an empty part,
+            whose output is not read.
+        out, lse: tensors to write to.
+        backend: as `write_rows`.
+
+    Returns: out [num_seqs, num_heads, dim] and lse [num_seqs, num_heads] fp32; 0 and -inf where all parts are empty.
+
+    Raises: as `write_rows`.
+    """
+    chosen = reference if resolve_backend(backend, partial_out.device) == "reference" else merge
+    result: tuple[torch.Tensor, torch.Tensor] = chosen.merge_partials(partial_out, partial_lse, out, lse)
+    return result
+
+
+def _module(backend: str | None, view: PageView, triton_module: Any) -> Any:
+    if not isinstance(view, PageView):
+        raise TypeError(f"view: expected a PageView, got {type(view).__name__}")
+    return reference if resolve_backend(backend, view.device) == "reference" else triton_module

@@ -1,0 +1,168 @@
+"""The arguments of an attention read, checked, and the tensors it writes to."""
+
+import torch
+
+from kvstore_kernels.checks import expect_device, expect_dtype, expect_int, expect_shape
+from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, RowFormat, RowPart
+from kvstore_kernels.pages import PageView
+
+
+def expect_latent(view: PageView) -> tuple[RowPart, int]:
+    """The one part of a latent format, and how many of its columns are V.
+
+    Raises: TypeError when `view` is no PageView, ValueError when its rows are not latent.
+    """
+    row_format = _format_of(view)
+    if row_format.value_dim is None or len(row_format.parts) != 1 or row_format.parts[0].dtype not in ROW_DTYPES:
+        raise ValueError(f"view: expected latent rows (a format with a value_dim), got format {row_format.name!r}")
+    return row_format.parts[0], row_format.value_dim
+
+
+def expect_keys_and_values(view: PageView) -> tuple[RowPart, RowPart]:
+    """The parts "k" and "v" of a format.
+
+    Raises: TypeError when `view` is no PageView, ValueError when its rows are not K and V of one dtype and head count.
+    """
+    row_format = _format_of(view)
+    if row_format.value_dim is None and [part.name for part in row_format.parts] == ["k", "v"]:
+        key, value = row_format.parts
+        if key.dtype == value.dtype and key.dtype in ROW_DTYPES and key.num_heads == value.num_heads:
+            return key, value
+    raise ValueError(
+        f"view: expected rows of K and V (parts k and v, equal in dtype and heads), got format {row_format.name!r}"
+    )
+
+
+def expect_read(
+    view: PageView,
+    block_table: torch.Tensor,
+    row_lens: torch.Tensor,
+    q: torch.Tensor,
+    key: RowPart,
+    value_dim: int,
+    softmax_scale: float,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    num_splits: int | None,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments fit each other; shapes as in the launchers' docstrings."""
+    expect_shape("q", q, (None, None, key.head_dim))
+    num_seqs, num_heads, _ = q.shape
+    if num_heads == 0 or num_heads % key.num_heads:
+        raise ValueError(f"q: expected a number of heads that is a multiple of {key.num_heads}, got {num_heads}")
+    expect_dtype("q", q, key.dtype)
+    expect_shape("block_table", block_table, (num_seqs, None))
+    expect_dtype("block_table", block_table, torch.int32)
+    if block_table.stride(1) != 1 and block_table.shape[1] > 1:
+        raise ValueError(f"block_table: expected adjacent entries in a row, got strides {block_table.stride()}")
+    expect_shape("row_lens", row_lens, (num_seqs,))
+    expect_dtype("row_lens", row_lens, torch.int32)
+    _expect_contiguous("row_lens", row_lens)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
+        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
+    if num_splits is not None:
+        expect_int("num_splits", num_splits, 1)
+    for name, tensor in (("q", q), ("block_table", block_table), ("row_lens", row_lens)):
+        expect_device(name, tensor, view.device)
+    if out is not None:
+        expect_output("out", out, (num_seqs, num_heads, value_dim), q.dtype, view.device)
+    if lse is not None:
+        expect_output("lse", lse, (num_seqs, num_heads), torch.float32, view.device)
+
+
+def expect_partials(
+    partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of `merge_partials` fit each other."""
+    expect_shape("partial_out", partial_out, (None, None, None, None))
+    num_seqs, num_heads, num_splits, dim = partial_out.shape
+    if num_splits == 0 or dim == 0:
+        raise ValueError(f"partial_out: expected at least one part and one column, got shape {list(partial_out.shape)}")
+    expect_output("partial_out", partial_out, partial_out.shape, torch.float32, partial_out.device)
+    expect_output("partial_lse", partial_lse, (num_seqs, num_heads, num_splits), torch.float32, partial_out.device)
+    if out is not None:
+        expect_shape("out", out, (num_seqs, num_heads, dim))
+        expect_dtype("out", out, *ROW_DTYPES)
+        expect_output("out", out, out.shape, out.dtype, partial_out.device)
+    if lse is not None:
+        expect_output("lse", lse, (num_seqs, num_heads), torch.float32, partial_out.device)
+
+
+def expect_output(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises ValueError or TypeError unless the tensor is contiguous and of that shape, dtype and device."""
+    expect_shape(name, tensor, shape)
+    expect_dtype(name, tensor, dtype)
+    expect_device(name, tensor, device)
+    _expect_contiguous(name, tensor)
+
+
+def read_args(
+    view: PageView,
+    block_table: torch.Tensor,
+    row_lens: torch.Tensor,
+    q: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    softmax_scale: float,
+) -> tuple[dict[str, torch.Tensor | int | float], dict[str, int]]:
+    """The run-time and compile-time arguments that both attention kernels have."""
+    size = q.element_size()
+    unit = ALIGNMENT_BYTES // size
+    # The kernels take adjacent heads, and strides in 16 bytes so that any stride gives wide loads.
+    if not (q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % unit == 0):
+        q = q.contiguous()
+        unit = unit if q.stride(0) % unit == 0 else 1
+    return {
+        "memory_ptr": view.memory[: view.memory.numel() // size * size].view(q.dtype),
+        "table_ptr": block_table,
+        "row_lens_ptr": row_lens,
+        "q_ptr": q,
+        "out_ptr": partial_out,
+        "lse_ptr": partial_lse,
+        "q_stride": q.stride(0) // unit,
+        "table_stride": block_table.stride(0),
+        "table_width": block_table.shape[1],
+        "num_blocks": view.num_blocks,
+        "offset_units": view.offset_bytes // ALIGNMENT_BYTES,
+        "block_stride_units": view.block_stride_bytes // ALIGNMENT_BYTES,
+        "softmax_scale": float(softmax_scale),
+    }, {"ROWS_PER_BLOCK": view.rows_per_block, "ELEMENT_BYTES": size, "Q_UNIT": unit}
+
+
+def part_start_and_pitch(view: PageView, part: RowPart) -> tuple[int, int]:
+    """Where the part's first row begins in a page, and the distance of its rows, in elements."""
+    start_bytes = view.format.area_offset_bytes(part.area, view.rows_per_block) + part.offset_bytes
+    return start_bytes // part.dtype.itemsize, view.format.area_pitches[part.area] // part.dtype.itemsize
+
+
+def allocate_outputs(
+    q: torch.Tensor, value_dim: int, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caller's tensors, or new ones where it gave none."""
+    num_seqs, num_heads, _ = q.shape
+    return (
+        torch.empty((num_seqs, num_heads, value_dim), dtype=q.dtype, device=q.device) if out is None else out,
+        torch.empty((num_seqs, num_heads), dtype=torch.float32, device=q.device) if lse is None else lse,
+    )
+
+
+def allocate_partials(out: torch.Tensor, lse: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each part's result goes: an axis of splits in front of the last; a single part is the result itself."""
+    if num_splits == 1:
+        return out.unsqueeze(2), lse.unsqueeze(2)
+    num_seqs, num_heads, value_dim = out.shape
+    partial_out = torch.empty((num_seqs, num_heads, num_splits, value_dim), dtype=torch.float32, device=out.device)
+    return partial_out, torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=out.device)
+
+
+def _format_of(view: PageView) -> RowFormat:
+    if not isinstance(view, PageView):
+        raise TypeError(f"view: expected a PageView, got {type(view).__name__}")
+    return view.format
+
+
+def _expect_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")

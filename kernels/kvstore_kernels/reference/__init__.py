@@ -1,0 +1,6 @@
+"""Every op again in torch: the CPU backend, and what the kernels are compared with. Same signatures, no Triton."""
+
+from kvstore_kernels.reference.attention import gqa_decode, merge_partials, mla_decode
+from kvstore_kernels.reference.moves import gather_rows, write_rows
+
+__all__ = ["gather_rows", "gqa_decode", "merge_partials", "mla_decode", "write_rows"]

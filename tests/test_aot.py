@@ -1,0 +1,218 @@
+"""The ahead-of-time check: its gates hold for five chips, and each of them can fail."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import aot
+from benchmarks.aot_cases import CASES, Case
+from benchmarks.aot_compile import CHIPS, Figures, read_amdgcn, read_ptx
+from benchmarks.aot_report import Measure, Result, measure
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_compiling(*arguments):
+    """Runs Python in the checkout, without the interpreter that this test process has switched on."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.fixture(scope="module")
+def report():
+    done = run_compiling("-m", "benchmarks", "aot", "--json", "--jobs", "2")
+    assert done.returncode in (0, 1), done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
+
+
+def test_every_gate_holds(report):
+    lines, exit_code = report
+    assert [line for line in lines if line.get("ok") is False] == []
+    assert exit_code == 0
+
+
+def test_every_case_is_measured_for_every_chip(report):
+    lines, _ = report
+    names = [f"{case.kernel} {case.name} on {chip}" for case in CASES for chip in CHIPS]
+    for metric in (
+        "registers",
+        "spill_bytes",
+        "shared_bytes",
+        "widest_access",
+        "narrowest_access",
+        "matrix_instruction",
+    ):
+        assert sorted(line["case"] for line in lines if line["metric"] == metric) == sorted(names)
+    gated = {line["case"] for line in lines if line["metric"] == "spill_bytes" and "ok" in line}
+    assert gated == {name for name in names if name.startswith(("write", "gather"))}
+    assert gated == {line["case"] for line in lines if line["metric"] == "narrowest_row_access"}
+
+
+def test_lines_have_the_fields_of_every_benchmark(report):
+    for line in report[0]:
+        assert line["bench"] == "aot"
+        assert {"case", "metric", "value", "unit"} < line.keys()
+        assert ("target" in line) == ("ok" in line)
+    assert {line["metric"] for line in report[0] if "ok" in line} == {
+        "spill_bytes",
+        "shared_bytes",
+        "narrowest_row_access",
+        "variants",
+    }
+
+
+NARROW = """
+import json, sys
+sys.path[:0] = ["kernels"]
+from benchmarks.aot_cases import LATENT, build_write, meta_view
+from benchmarks.aot_compile import CHIPS, compile_launch
+from benchmarks.aot_report import Result, measure
+for chip in ("sm_90", "gfx942"):
+    for gap in (1, 8):
+        figures = compile_launch(build_write(meta_view(LATENT, 64), CHIPS[chip], gap=gap), CHIPS[chip])
+        measures = measure(Result("write", "narrow", chip, {8: 1}, figures))
+        print(json.dumps([chip, gap, *((m.value, m.ok) for m in measures if m.metric == "narrowest_row_access")]))
+"""
+
+
+def test_a_kernel_with_narrow_accesses_is_rejected():
+    # Source rows an odd number of elements apart: the same kernel, correct, but with loads of 2 bytes.
+    done = run_compiling("-c", NARROW)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        ["sm_90", 1, [2, False]],
+        ["sm_90", 8, [16, True]],
+        ["gfx942", 1, [2, False]],
+        ["gfx942", 8, [16, True]],
+    ], done.stderr
+
+
+GOOD = Figures(registers=20, spill_bytes=0, shared_bytes=0, loads={8: 1, 16: 2}, stores={16: 1}, matrix="")
+
+
+def verdicts(**changes):
+    """The metrics that miss their gate when a good write's figures are doctored."""
+    figures = Figures(**{**{name: getattr(GOOD, name) for name in Figures.__slots__}, **changes})
+    return [each.metric for each in measure(Result("write", "doctored", "sm_90", {8: 1}, figures)) if each.ok is False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"spill_bytes": 4}, ["spill_bytes"]),
+        ({"shared_bytes": 232_448}, []),
+        ({"shared_bytes": 232_449}, ["shared_bytes"]),
+        ({"stores": {16: 1, 8: 1}}, ["narrowest_row_access"]),
+        ({"stores": {2: 8}}, ["narrowest_row_access"]),
+        ({"stores": {}}, ["narrowest_row_access"]),
+        ({"loads": {8: 2, 16: 1}}, ["narrowest_row_access"]),
+        ({"loads": {8: 1, 4: 1, 16: 1}}, ["narrowest_row_access"]),
+        ({"loads": {8: 1}}, ["narrowest_row_access"]),
+    ],
+    ids=str,
+)
+def test_doctored_figures_are_rejected(changes, missed):
+    assert verdicts(**changes) == missed
+
+
+def test_a_case_that_does_not_compile_is_rejected(monkeypatch):
+    def refuse(target):
+        raise ValueError("view: does not fit")
+
+    monkeypatch.setattr(aot, "CASES", (Case("mla_decode", "wide", refuse),))
+    result = aot.compile_case(0, "sm_90")
+    assert result.error == "ValueError: view: does not fit"
+    (line,) = measure(result)
+    assert (line.metric, line.ok) == ("compile_errors", False)
+
+
+def test_accesses_in_ptx():
+    figures = read_ptx(
+        """
+        ld.param.b64 %rd1, [_k_param_0];
+        ld.global.b64 { %rd7 }, [ %rd8 + 0 ];
+        @%p1 ld.global.L1::evict_first.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd1 + 0 ];
+        @%p1 ld.global.v2.b16 { %rs1, %rs2 }, [ %rd1 + 0 ];
+        cp.async.cg.shared.global [ %r10 + 0 ], [ %rd9 + 0 ], 0x10, %r11;
+        cp.async.ca.shared.global [ %r10 + 0 ], [ %rd9 + 0 ], 0x4;
+        @%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r2, %r3, %r4, %r5 };
+        st.global.b8 [ %rd2 + 0 ], { %rs1 };
+        st.shared.b16 [ %r2 ], %rs1;
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 { %f1 }, %rd1, %rd2, 0, 1, 1, 0, 0;
+        """,
+        "Function k: REG:255 STACK:272 SHARED:0 LOCAL:0",
+        4096,
+    )
+    assert figures == Figures(255, 272, 4096, {8: 1, 16: 2, 4: 2}, {16: 1, 1: 1}, "wgmma m64n64k16")
+
+
+def test_accesses_in_amd_assembly():
+    figures = read_amdgcn(
+        """
+        s_load_dwordx2 s[0:1], s[2:3], 0x8
+        buffer_load_dwordx4 v[0:3], v4, s[4:7], 0 offen
+        global_load_dwordx2 v[8:9], v[0:1], off
+        global_load_ushort v9, v[0:1], off
+        buffer_load_dword v4, s[4:7], 0 offen lds
+        global_load_lds_dwordx4 v[0:1], off
+        v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[2:3], a[0:3]
+        ds_write_b128 v0, v[1:4]
+        buffer_store_dwordx4 v[0:3], v4, s[4:7], 0 offen
+        global_store_short_d16_hi v[0:1], v2, off
+        .private_segment_fixed_size: 8
+        .sgpr_spill_count: 5
+        .vgpr_count:     129
+        .vgpr_spill_count: 3
+        """,
+        512,
+    )
+    assert figures == Figures(129, 12, 512, {16: 2, 8: 1, 2: 1, 4: 1}, {16: 1, 2: 1}, "v_mfma_f32_16x16x16_bf16")
+
+
+def test_a_line_without_a_gate_has_no_verdict():
+    assert json.loads(Measure("case", "registers", 18, "").to_json()) == {
+        "bench": "aot",
+        "case": "case",
+        "metric": "registers",
+        "value": 18,
+        "unit": "",
+    }
+
+
+def test_it_refuses_to_run_interpreted(capsys):
+    assert aot.main(["--kernels", "write"]) == 2
+    assert "aot: expected a process without TRITON_INTERPRET" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kernels", "write,scatter"], "expected names out of write, gather"),
+        (["--targets", "sm_75"], "expected names out of sm_80, sm_90, sm_100, gfx942, gfx950, got 'sm_75'"),
+        (["--jobs", "0"], "--jobs: expected at least 1, got 0"),
+    ],
+)
+def test_unknown_names_list_the_known_ones(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        aot.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_benchmark_lists_the_known_ones(capsys):
+    assert command.main(["sparkle"]) == 2
+    message = capsys.readouterr().err
+    assert "expected one of these names, got 'sparkle'" in message
+    assert all(name in message for name in command.BENCHMARKS)
+
+
+def test_help_lists_the_benchmarks(capsys):
+    assert command.main([]) == 0
+    assert "usage: python -m benchmarks NAME" in capsys.readouterr().out

@@ -1,0 +1,243 @@
+"""The demo's engine: the same tokens as transformers, however the requests are batched, chunked and preempted."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from kvstore import KVStore, OutOfBlocks, plan_cache
+from kvstore.demo import run, weights
+from kvstore.demo.engine import Engine, Request
+from kvstore.demo.model import Llama
+from kvstore.demo.sampling import draws, sample
+
+VOCAB = 97
+MAX_TOKENS = 14
+LENGTHS = (43, 1, 90, 17, 42, 5)
+"""Prompt lengths; the first and the fifth share 40 tokens."""
+
+
+@pytest.fixture(scope="module")
+def reference():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(2)
+    texts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    texts[4][:40] = texts[0][:40]
+    return texts
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts):
+    """The greedy continuations by transformers, one prompt at a time."""
+    continuations = []
+    for prompt in prompts:
+        token_ids = torch.tensor([prompt])
+        output = reference.generate(
+            token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=MAX_TOKENS, do_sample=False
+        )
+        continuations.append(output[0, len(prompt) :].tolist())
+    return continuations
+
+
+def serve(reference, requests, *, num_frames=64, chunk=32, max_running=4, eos_token_ids=()):
+    plan = plan_cache(reference.config, num_frames=num_frames, kv_dtype="float32", block_size=16)
+    store = KVStore(plan, "cpu", max_sequences=max_running, max_length=128, max_tokens_per_step=chunk)
+    engine = Engine(Llama(reference, 128), store, max_running=max_running, chunk=chunk, eos_token_ids=eos_token_ids)
+    completions = engine.generate(requests)
+    store.check()
+    assert store.stats().in_use == 0
+    return completions
+
+
+def greedy(prompts):
+    return [Request(prompt, MAX_TOKENS) for prompt in prompts]
+
+
+def tokens_of(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize(("chunk", "max_running"), [(32, 4), (7, 3), (128, 6), (1, 1)], ids=lambda value: str(value))
+def test_tokens_equal_transformers(reference, prompts, expected, chunk, max_running):
+    assert tokens_of(serve(reference, greedy(prompts), chunk=chunk, max_running=max_running)) == expected
+
+
+def test_shared_prefix_is_computed_once(reference, prompts, expected):
+    completions = serve(reference, greedy(prompts))
+    assert [completion.cached_tokens for completion in completions] == [0, 0, 0, 0, 32, 0]
+    assert tokens_of(completions) == expected
+
+
+def test_prefix_outlives_its_sequence(reference, prompts, expected):
+    plan = plan_cache(reference.config, num_frames=64, kv_dtype="float32", block_size=16)
+    store = KVStore(plan, "cpu", max_sequences=1, max_length=128, max_tokens_per_step=32)
+    engine = Engine(Llama(reference, 128), store, max_running=1, chunk=32)
+    engine.generate(greedy(prompts[:1]))
+    (again,) = engine.generate(greedy(prompts[:1]))
+    assert (again.cached_tokens, again.token_ids) == (32, expected[0])
+
+
+def test_preempted_sequences_continue_where_they_were(reference, prompts, expected):
+    """Nine blocks: less than two of the longer requests need, so the younger ones have to give way."""
+    completions = serve(reference, greedy(prompts), num_frames=10)
+    assert max(completion.preemptions for completion in completions) > 0
+    assert tokens_of(completions) == expected
+
+
+def test_request_that_does_not_fit_alone_is_refused(reference, prompts):
+    with pytest.raises(OutOfBlocks, match="wanted"):
+        serve(reference, greedy(prompts), num_frames=5)
+
+
+def test_store_is_left_clean_after_a_failure(reference, prompts):
+    plan = plan_cache(reference.config, num_frames=6, kv_dtype="float32", block_size=16)
+    store = KVStore(plan, "cpu", max_sequences=4, max_length=128, max_tokens_per_step=32)
+    engine = Engine(Llama(reference, 128), store, max_running=4, chunk=32)
+    with pytest.raises(OutOfBlocks):
+        engine.generate(greedy(prompts))
+    assert store.stats().open_sequences == 0
+    store.check()
+    assert len(engine.generate(greedy(prompts[1:2]))[0].token_ids) == MAX_TOKENS
+
+
+def test_generation_stops_at_the_end_token(reference, prompts, expected):
+    end = expected[2][6]
+    cut = [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in expected]
+    assert tokens_of(serve(reference, greedy(prompts), eos_token_ids=[end])) == cut
+    assert cut != expected
+
+
+def test_sampling_depends_on_the_seed_and_on_no_other_request(reference, prompts):
+    warm = [Request(prompt, MAX_TOKENS, 1.0, seed) for seed, prompt in enumerate(prompts)]
+    together = tokens_of(serve(reference, warm))
+    assert together == tokens_of(serve(reference, warm, num_frames=10, chunk=9))
+    alone = [tokens_of(serve(reference, [request]))[0] for request in warm]
+    assert together == alone
+    reseeded = [Request(prompt, MAX_TOKENS, 1.0, seed + 100) for seed, prompt in enumerate(prompts)]
+    assert all(a != b for a, b in zip(together, tokens_of(serve(reference, reseeded)), strict=True))
+
+
+def test_greedy_and_sampled_requests_share_a_batch(reference, prompts, expected):
+    mixed = [Request(prompt, MAX_TOKENS, float(index % 2), index) for index, prompt in enumerate(prompts)]
+    assert tokens_of(serve(reference, mixed))[::2] == expected[::2]
+
+
+def test_samples_follow_the_softmax():
+    logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf]).expand(20_000, 4)
+    tokens = sample(logits, np.full(20_000, 0.5), draws(3, 20_000))
+    frequency = np.bincount(tokens, minlength=4) / 20_000
+    # Three standard deviations of a frequency are at most 3 * 0.5 / sqrt(20,000) = 0.011.
+    assert np.abs(frequency - torch.softmax(logits[0] / 0.5, -1).numpy()).max() < 0.011
+    assert sample(logits[:1], np.ones(1), np.array([1 - 2**-53])).tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 1), "prompt: expected at least one token id, got none"),
+        (([1], 0), "max_tokens: expected at least 1, got 0"),
+        (([1], 1, -0.5), "temperature: expected a number >= 0, got -0.5"),
+        (([1], 1, float("nan")), "temperature: expected a number >= 0, got nan"),
+    ],
+)
+def test_bad_request_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Request(*arguments)
+
+
+def test_bad_engine_arguments_are_refused(reference, prompts):
+    with pytest.raises(ValueError, match="chunk: expected at least max_running, got chunk 3, max_running 4"):
+        serve(reference, [], chunk=3)
+    with pytest.raises(ValueError, match=r"requests\[1\]: expected at most 128 tokens in all, got 190"):
+        serve(reference, [Request([1], 1), Request(prompts[2], 100)])
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random Llama and a tokenizer of single bytes, as transformers saves them."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    alphabet = {chr(code): index for index, code in enumerate(range(33, 127))}
+    vocab = {**alphabet, "Ġ": 94, "Ċ": 95, "<end>": 96}
+    GPT2Tokenizer(
+        vocab=vocab, merges=[], **dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<end>")
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        eos_token_id=96,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_demo_prints_plan_texts_and_verdict(model_folder, capsys):
+    assert run.main(["--model", model_folder, "--max-tokens", "5", "--memory", "4MiB"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("layer slot", "cached", "tokens per second", "blocks in use", "All 7 texts equal"):
+        assert part in printed
+
+
+def test_demo_fails_when_a_text_differs(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr(weights.LoadedModel, "greedy", lambda self, prompts, max_tokens: [[1] * max_tokens])
+    assert run.main(["--model", model_folder, "--max-tokens", "5", "--memory", "4MiB"]) == 1
+    assert "expected [1, 1, 1, 1, 1] (transformers), got" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_demo_compares_no_sampled_text(model_folder, capsys):
+    arguments = ["--model", model_folder, "--max-tokens", "3", "--memory", "4MiB", "--temperature", "0.8"]
+    assert run.main(arguments) == 0
+    assert "not compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "0"], "--max-tokens: expected an integer >= 1, got '0'"),
+        (["--temperature", "-1"], "--temperature: expected a number >= 0, got '-1'"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--model", "/nowhere"], "--model: expected a folder with a config.json, got /nowhere"),
+    ],
+)
+def test_demo_answers_bad_arguments(arguments, message, capsys):
+    assert run.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "1KiB"], "memory: one block needs"),
+        (["--memory", "64KiB"], "out of blocks"),
+        (["--chunk", "3"], "--chunk: expected at least 7, one token for each prompt, got 3"),
+        (["--max-tokens", "2000"], "--model: max_length: expected at most 2048"),
+    ],
+)
+def test_demo_answers_what_does_not_fit(model_folder, arguments, message, capsys):
+    assert run.main(["--model", model_folder, *arguments]) == 2
+    assert message in capsys.readouterr().err

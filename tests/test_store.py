@@ -1,0 +1,619 @@
+"""KVStore: what open, extend, commit, finish and release mean. Books and bytes, on the CPU reference backend."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvstore
+from kvstore import KVStore, OutOfBlocks, SequenceError
+
+LAYER = "layers.0.attn"
+
+
+def make_store(num_frames: int = 64, block_size: int = 4, **limits: Any) -> KVStore:
+    specs = {
+        f"layers.{i}.attn": kvstore.full_attention(2, 8, dtype=torch.float32, block_size=block_size) for i in range(2)
+    }
+    plan = kvstore.plan_cache(specs, num_frames=num_frames)
+    defaults = {"max_sequences": 8, "max_length": 64, "max_tokens_per_step": 128}
+    return KVStore(plan, "cpu", **{**defaults, **limits})
+
+
+def make_hybrid(num_frames: int = 64, window: int = 6, **limits: Any) -> KVStore:
+    """A full group with blocks of 4 and a window group with blocks of 2, of another dtype, in one arena."""
+    specs = {
+        "layers.0.attn": kvstore.full_attention(2, 8, dtype=torch.float16, block_size=4),
+        "layers.1.attn": kvstore.sliding_window(2, 8, dtype=torch.float32, block_size=2, window=window),
+    }
+    plan = kvstore.plan_cache(specs, num_frames=num_frames)
+    defaults = {"max_sequences": 8, "max_length": 64, "max_tokens_per_step": 16}
+    return KVStore(plan, "cpu", **{**defaults, **limits})
+
+
+def rows_for(tokens: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A row [2, 8] per token that names the token."""
+    return torch.as_tensor(np.asarray(tokens), dtype=dtype)[:, None, None].repeat(1, 2, 8)
+
+
+def prefill(store: KVStore, *prompts: Any) -> np.ndarray:
+    """Opens prompts and commits what is not cached, in one step each."""
+    opened = store.open(list(prompts))
+    counts = [len(prompt) - cached for prompt, cached in zip(prompts, opened.cached_tokens.tolist(), strict=True)]
+    batch = store.extend(opened.seq_ids, counts)
+    fed = [np.asarray(prompt)[len(prompt) - count :] for prompt, count in zip(prompts, counts, strict=True)]
+    store.commit(batch, np.concatenate(fed))
+    store.check()
+    return opened.seq_ids
+
+
+# What a batch says
+
+
+def test_a_batch_of_two_prefills() -> None:
+    store = make_store()
+    opened = store.open([range(5), range(9)])
+    batch = store.extend(opened.seq_ids, [5, 9])
+    assert batch.positions.tolist() == [*range(5), *range(9)]
+    assert batch.positions.dtype == torch.int64
+    assert batch.seq_lens.tolist() == [5, 9]
+    assert batch.seq_lens.dtype == torch.int32
+    assert batch.row_lens[0].tolist() == [5, 9]
+    assert batch.cu_seqlens_q.tolist() == [0, 5, 14]
+    assert batch.block_table[0].tolist() == [[1, 2, 0], [3, 4, 5]]
+    assert batch.block_table[0].dtype == torch.int32
+    assert batch.slot_mapping[0].tolist() == [4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+    assert batch.slot_mapping[0].dtype == torch.int64
+    assert (batch.max_seq_len, batch.num_tokens, batch.num_sequences) == (9, 14, 2)
+    assert not batch.is_decode
+
+
+def test_a_prefill_and_a_decode_of_one_step_live_side_by_side() -> None:
+    store = make_store()
+    running = prefill(store, range(6))
+    waiting = store.open([range(20, 25)]).seq_ids
+    decode = store.extend(running, 1)
+    chunk = store.extend(waiting, 5)
+    for batch, tokens in ((decode, [6]), (chunk, range(20, 25))):
+        store.write(LAYER, batch, rows_for(tokens), rows_for(tokens))
+    assert store.gather(LAYER, decode)[0][6, 0, 0] == 6
+    assert store.gather(LAYER, chunk)[0][:, 1, 7].tolist() == [20, 21, 22, 23, 24]
+    store.commit(decode, [6])
+    store.commit(chunk, range(20, 25))
+    store.check()
+
+
+def test_two_steps_of_a_sequence_may_be_in_flight() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(3))
+    first, second = store.extend(seq_ids, 1), store.extend(seq_ids, 1)
+    assert (first.positions.tolist(), second.positions.tolist()) == ([3], [4])
+    assert first.block_table[0].data_ptr() != second.block_table[0].data_ptr()
+    with pytest.raises(SequenceError, match=r"fewer than 2 uncommitted batches of a sequence \(max_in_flight\), got 2"):
+        store.extend(seq_ids, 1)
+    with pytest.raises(ValueError, match="expected the earliest uncommitted batch"):
+        store.commit(second, [4])
+    store.commit(first, [3])
+    store.commit(second, [4])
+    store.check()
+
+
+def test_padding_for_graphs_writes_nothing_and_names_the_null_block() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(5), range(10, 13))
+    batch = store.extend(seq_ids, 1, pad_to=4)
+    assert batch.seq_lens.tolist() == [6, 4, 0, 0]
+    assert batch.slot_mapping[0].tolist()[2:] == [-1, -1]
+    assert batch.block_table[0][2:].tolist() == [[0, 0], [0, 0]]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    store.write(LAYER, batch, rows_for([5, 13, 7, 7]), rows_for([5, 13, 7, 7]))
+    out, lse = store.gqa_decode(LAYER, batch, torch.ones(4, 2, 8))
+    assert (out[2:] == 0).all()
+    assert (lse[2:] == -torch.inf).all()
+    assert not store.page_view(LAYER).tensor("k")[0].any()
+    store.commit(batch, [5, 13])
+    store.check()
+
+
+def test_an_empty_batch_and_a_batch_of_no_tokens() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(5))
+    empty = store.extend([], [])
+    assert (empty.num_sequences, empty.num_tokens, empty.max_seq_len) == (0, 0, 0)
+    idle = store.extend(seq_ids, 0)
+    assert idle.slot_mapping[0].tolist() == []
+    store.commit(empty, [])
+    store.commit(idle, [])
+    store.check()
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_boundary_lengths_hold_just_the_blocks_they_need(length: int) -> None:
+    store = make_store()
+    prefill(store, range(length))
+    assert store.stats().in_use == -(-length // 4)
+
+
+# Prefixes
+
+
+def test_o14_a_wholly_cached_prompt_leaves_a_token_to_compute() -> None:
+    store = make_store()
+    store.release(prefill(store, range(32)))
+    assert store.open([range(32)]).cached_tokens.tolist() == [28]
+    assert store.open([range(33)]).cached_tokens.tolist() == [32]
+
+
+def test_o12_equal_prompts_of_one_batch_do_not_hit_each_other() -> None:
+    store = make_store()
+    opened = store.open([range(8), range(8)])
+    assert opened.cached_tokens.tolist() == [0, 0]
+    store.extend(opened.seq_ids, 8)
+    assert store.open([range(8)]).cached_tokens.tolist() == [0]
+
+
+def test_o13_rows_that_were_never_confirmed_are_not_hit() -> None:
+    store = make_store()
+    opened = store.open([range(8)])
+    batch = store.extend(opened.seq_ids, 8)
+    store.release(opened.seq_ids)
+    store.commit(batch, range(8))
+    store.check()
+    assert store.open([range(8)]).cached_tokens.tolist() == [0]
+    assert store.stats().cached == 0
+
+
+def test_a_running_sequence_is_hit_and_the_blocks_are_shared() -> None:
+    store = make_store()
+    prefill(store, range(10))
+    opened = store.open([[*range(8), 50, 51]])
+    assert opened.cached_tokens.tolist() == [8]
+    assert store.stats().in_use == 3
+    batch = store.extend(opened.seq_ids, 2)
+    assert batch.block_table[0].tolist() == [[1, 2, 4]]
+    assert batch.positions.tolist() == [8, 9]
+    store.check()
+
+
+def test_generated_tokens_are_hit_as_well() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(3))
+    for token in range(3, 9):
+        store.commit(store.extend(seq_ids, 1), [token])
+    assert store.open([range(20)]).cached_tokens.tolist() == [8]
+
+
+def test_eviction_takes_the_tail_first() -> None:
+    store = make_store(num_frames=9)
+    store.release(prefill(store, range(16)))
+    store.release(prefill(store, range(100, 112)))
+    assert store.stats().cached == 7
+    store.release(prefill(store, range(200, 212)))
+    assert store.open([range(17)]).cached_tokens.tolist() == [8]
+    assert store.stats().evicted == 2
+    store.check()
+
+
+def test_dropped_prefixes_are_missed_and_their_blocks_free() -> None:
+    store = make_store()
+    running = prefill(store, range(12))
+    store.release(prefill(store, range(50, 62)))
+    store.drop_prefixes()
+    store.check()
+    assert store.stats().cached == 0
+    assert store.open([range(50, 62), range(12)]).cached_tokens.tolist() == [0, 0]
+    store.commit(store.extend(running, 1), [12])
+    store.release(running)
+    store.check()
+    assert store.open([range(13)]).cached_tokens.tolist() == [0]
+
+
+def test_after_releasing_all_and_dropping_prefixes_the_store_is_as_new() -> None:
+    store = make_store(num_frames=20)
+    for start in (0, 4, 100):
+        store.release(prefill(store, range(start, start + 13)))
+    store.drop_prefixes()
+    store.check()
+    stats = store.stats()
+    assert (stats.free, stats.cached, stats.in_use, stats.open_sequences) == (19, 0, 0, 0)
+
+
+# Windows
+
+
+def test_a_window_group_lets_go_of_what_the_next_token_cannot_reach() -> None:
+    store = make_hybrid(window=6)
+    seq_ids = store.open([range(16)]).seq_ids
+    store.commit(store.extend(seq_ids, 16), range(16))
+    store.check()
+    assert store.stats().in_use == 4 + 3  # positions 11 ... 15 are in reach of token 16: blocks 5, 6, 7 of two tokens
+    for token in range(16, 40):
+        batch = store.extend(seq_ids, 1)
+        for layer, dtype in (("layers.0.attn", torch.float16), ("layers.1.attn", torch.float32)):
+            store.write(layer, batch, rows_for([token], dtype), rows_for([token], dtype))
+        if token >= 21:
+            assert store.gather_starts("layers.1.attn", batch).tolist() == [token - 5]
+            assert store.gather("layers.1.attn", batch)[0][:, 0, 0].tolist() == list(range(token - 5, token + 1))
+        store.commit(batch, [token])
+        store.check()
+
+
+def test_window_attention_reads_the_window_only() -> None:
+    store = make_hybrid(window=3)
+    seq_ids = store.open([range(16)]).seq_ids
+    batch = store.extend(seq_ids, 16)
+    store.write("layers.1.attn", batch, torch.zeros(16, 2, 8), rows_for(range(16)))
+    store.commit(batch, range(16))
+    for token in range(16, 30):
+        batch = store.extend(seq_ids, 1)
+        store.write("layers.1.attn", batch, torch.zeros(1, 2, 8), rows_for([token]))
+        out, lse = store.gqa_decode("layers.1.attn", batch, torch.ones(1, 2, 8))
+        torch.testing.assert_close(out, torch.full_like(out, token - 1.0))
+        torch.testing.assert_close(lse, torch.full_like(lse, float(np.log(3))))
+        store.commit(batch, [token])
+
+
+def test_a_store_with_windows_finds_no_prefixes() -> None:
+    store = make_hybrid()
+    prefill(store, range(12))
+    assert store.open([range(12)]).cached_tokens.tolist() == [0]
+
+
+def test_blocks_are_cleared_where_dtypes_share_bytes() -> None:
+    """A recycled block of the fp16 group must not show its bytes to the fp32 group."""
+    store = make_hybrid(num_frames=5)
+    assert store.page_view("layers.0.attn").memory.data_ptr() == store.page_view("layers.1.attn").memory.data_ptr()
+    first = store.open([range(6)]).seq_ids
+    batch = store.extend(first, 4)
+    store.page_view("layers.0.attn").memory.fill_(0xFF)
+    store.commit(batch, range(4))
+    store.release(first)
+    batch = store.extend(store.open([range(4)]).seq_ids, 4)
+    for layer, group in (("layers.0.attn", 0), ("layers.1.attn", 1)):
+        blocks = batch.block_table[group][0].long()
+        blocks = blocks[blocks > 0]
+        assert blocks.numel()
+        assert not store.page_view(layer).tensor("k")[blocks].any()
+
+
+# Release, fences, withdrawal
+
+
+def test_blocks_of_an_unfinished_step_are_fenced() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(6))
+    other = prefill(store, range(40, 44))
+    batch = store.extend(np.concatenate([seq_ids, other]), 1)
+    store.release(seq_ids)
+    store.check()
+    assert store.stats().fenced == 2
+    store.commit(batch, [6, 44])
+    store.check()
+    assert (store.stats().fenced, store.stats().cached) == (0, 1)
+
+
+def test_finish_can_come_after_commit() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(6))
+    batch = store.extend(seq_ids, 1)
+    with pytest.raises(ValueError, match="expected a committed batch, got one that is not committed yet"):
+        store.finish(batch)
+    store.commit(batch, [6], finish=False)
+    store.release(seq_ids)
+    assert store.stats().fenced == 2
+    store.check()
+    store.finish(batch)
+    assert store.stats().fenced == 0
+    store.check()
+    with pytest.raises(ValueError, match="expected an unfinished batch of this store"):
+        store.finish(batch)
+
+
+def test_out_of_blocks_tells_what_is_fenced() -> None:
+    store = make_store(num_frames=4)
+    seq_ids = prefill(store, range(8))
+    waiting = store.open([range(70, 80)]).seq_ids
+    batch = store.extend(seq_ids, 1)
+    store.release(seq_ids)
+    with pytest.raises(OutOfBlocks, match=r"wanted \[3\], free \[0\], evictable \[0\], fenced \[3\]"):
+        store.extend(waiting, 10)
+    store.commit(batch, [8])
+    store.extend(waiting, 10)
+    store.check()
+
+
+def test_fewer_tokens_than_extended_withdraw_the_rest() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(14), range(20, 23))
+    batch = store.extend(seq_ids, [5, 2])
+    assert batch.block_table[0].shape == (2, 5)  # O21: the rows of draft tokens are reserved before the step
+    store.commit(batch, [14, 15, 23], num_committed=[2, 1])
+    store.check()
+    again = store.extend(seq_ids, 1)
+    assert again.positions.tolist() == [16, 4]
+    store.commit(again, [60, 61])
+    assert store.open([[*range(16), 60, 1]]).cached_tokens.tolist() == [16]
+
+
+def test_withdrawing_under_a_later_batch_is_refused() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(4))
+    first = store.extend(seq_ids, 3)
+    store.extend(seq_ids, 1)
+    with pytest.raises(ValueError, match="expected all tokens of a sequence that has a later batch in flight"):
+        store.commit(first, [4], num_committed=1)
+    store.commit(first, [4, 5, 6])
+    store.check()
+
+
+def test_o43_a_reused_row_names_no_block_of_the_sequence_before() -> None:
+    store = make_store(max_sequences=1)
+    store.release(prefill(store, range(60)))
+    seq_ids = store.open([range(100, 103)]).seq_ids
+    batch = store.extend(seq_ids, 3)
+    assert batch.block_table[0].shape == (1, 1)
+    assert np.count_nonzero(store._books.tables[0].table) == 1
+
+
+def test_o11_a_failed_extend_changes_nothing() -> None:
+    store = make_store(num_frames=6)
+    store.release(prefill(store, range(8)))
+    opened = store.open([range(40)])
+    before = store.stats()
+    for _ in range(3):
+        with pytest.raises(OutOfBlocks):
+            store.extend(opened.seq_ids, 40 - 8)
+        store.check()
+        assert store.stats() == before
+    store.extend(opened.seq_ids, 12)
+    store.check()
+
+
+def test_the_same_calls_give_the_same_ids() -> None:
+    def run() -> list[Any]:
+        store = make_store(num_frames=12)
+        seen: list[Any] = []
+        for start in range(0, 60, 3):
+            seq_ids = prefill(store, range(start, start + 9))
+            batch = store.extend(seq_ids, 1)
+            seen += [seq_ids.tolist(), batch.block_table[0].tolist(), batch.slot_mapping[0].tolist()]
+            store.commit(batch, [1])
+            store.release(seq_ids)
+        return seen
+
+    assert run() == run()
+
+
+# Devices
+
+
+def test_a_store_without_a_device_keeps_books_only() -> None:
+    plan = kvstore.plan_cache({LAYER: kvstore.full_attention(1, 8)}, num_frames=8)
+    store = KVStore(plan)
+    batch = store.extend(store.open([range(5)]).seq_ids, 5)
+    assert batch.slot_mapping[0].tolist() == [16, 17, 18, 19, 20]
+    with pytest.raises(ValueError, match="this store keeps books only"):
+        store.write(LAYER, batch, torch.zeros(5, 1, 8), torch.zeros(5, 1, 8))
+
+
+def test_planned_bytes_are_allocated_bytes() -> None:
+    store = make_hybrid()
+    assert store._arena is not None
+    assert store._arena.memory.numel() == store.plan.arena_bytes == store.plan.num_frames * store.plan.frame_bytes
+
+
+def test_a_plan_without_layers_has_a_store() -> None:
+    """O08: nothing to cache is not an error."""
+    store = KVStore(kvstore.plan_cache({}, num_frames=1), "cpu")
+    batch = store.extend(store.open([range(5)]).seq_ids, 5)
+    assert (batch.positions.tolist(), batch.block_table) == ([0, 1, 2, 3, 4], ())
+    store.commit(batch, range(5))
+    store.check()
+
+
+# Cost
+
+
+def count_calls(function: Callable[[], Any]) -> int:
+    calls = 0
+
+    def profile(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("stagger", ["no block fills", "every block fills", "some blocks fill"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "full and window"])
+def test_a_decode_step_makes_the_same_number_of_calls_for_64_and_1024_sequences(stagger: str, hybrid: bool) -> None:
+    counts = {}
+    for num_sequences in (64, 1024):
+        make = make_hybrid if hybrid else make_store
+        limits = {"max_sequences": num_sequences, "max_length": 64, "max_tokens_per_step": 16 * num_sequences}
+        store = make(num_frames=20 * num_sequences, **limits)
+        lengths = {"no block fills": [10], "every block fills": [11], "some blocks fill": [9, 10, 11, 12]}[stagger]
+        prompts = [[7000 + row] * lengths[row % len(lengths)] for row in range(num_sequences)]
+        seq_ids = prefill(store, *prompts)
+        tokens = np.arange(num_sequences)
+
+        def step(store: KVStore = store, seq_ids: np.ndarray = seq_ids, tokens: np.ndarray = tokens) -> None:
+            store.commit(store.extend(seq_ids, 1), tokens)
+
+        counts[num_sequences] = count_calls(step)
+    assert counts[64] == counts[1024]
+    assert counts[64] > 10
+
+
+# Bad input
+
+
+def bad_extend(**changes: Any) -> Callable[[KVStore, np.ndarray], Any]:
+    return lambda store, seq_ids: store.extend(**{"seq_ids": seq_ids, "num_new_tokens": 1, **changes})
+
+
+BAD_CALLS: dict[str, tuple[Callable[[KVStore, np.ndarray], Any], type[Exception], str]] = {
+    "empty prompt": (lambda s, i: s.open([[]]), ValueError, r"token_arrays\[0\]: expected 1 to 64 tokens .*, got 0"),
+    "long prompt": (
+        lambda s, i: s.open([[1], range(65)]),
+        ValueError,
+        r"token_arrays\[1\]: expected 1 to 64 .* got 65",
+    ),
+    "float tokens": (lambda s, i: s.open([[1.5]]), ValueError, r"token_arrays\[0\]: expected a flat array of integers"),
+    "bool tokens": (lambda s, i: s.open([[True]]), ValueError, "expected a flat array of integers, .* dtype bool"),
+    "text tokens": (lambda s, i: s.open(["abc"]), ValueError, "expected a flat array of integers"),
+    "nested tokens": (lambda s, i: s.open([[[1, 2]]]), ValueError, r"integers, got shape \[1, 2\]"),
+    "ragged tokens": (lambda s, i: s.open([[[1], [2, 3]]]), ValueError, "expected a flat array of integers"),
+    "negative token": (lambda s, i: s.open([[1, -1]]), ValueError, r"token ids in \[0, 2147483647\], got -1"),
+    "huge token": (lambda s, i: s.open([[2**31]]), ValueError, r"token ids in \[0, 2147483647\], got 2147483648"),
+    "huger token": (lambda s, i: s.open([[2**63]]), ValueError, r"expected integers below 2\*\*63"),
+    "too many": (lambda s, i: s.open([[1]] * 7), SequenceError, r"at most 6 more sequences \(max_sequences 8\), got 7"),
+    "unknown": (bad_extend(seq_ids=[12345]), SequenceError, "expected handles from open.*, got 12345"),
+    "negative handle": (bad_extend(seq_ids=[-1]), SequenceError, "expected handles from open.*, got -1"),
+    "future handle": (bad_extend(seq_ids=[(99 << 32) | 1]), SequenceError, "which was never given out"),
+    "float handle": (bad_extend(seq_ids=[1.0]), ValueError, "seq_ids: expected a flat array of integers"),
+    "repeated": (
+        lambda s, i: s.extend([i[0], i[1], i[0]], 1),
+        SequenceError,
+        "expected each sequence once, got .* twice",
+    ),
+    "too long": (bad_extend(num_new_tokens=[60, 1]), ValueError, r"at most 64 tokens \(max_length\), got 66 for"),
+    "too many tokens": (
+        lambda s, i: s.extend(i, [15, 14]),
+        ValueError,
+        r"at most 20 in all \(max_tokens_per_step\), got 29",
+    ),
+    "negative count": (bad_extend(num_new_tokens=[1, -2]), ValueError, "num_new_tokens: expected counts >= 0, got -2"),
+    "counts short": (bad_extend(num_new_tokens=[1]), ValueError, "expected one count per sequence, 2 in all, got 1"),
+    "bool count": (bad_extend(num_new_tokens=True), ValueError, "num_new_tokens: expected a flat array of integers"),
+    "small pad": (bad_extend(pad_to=1), ValueError, r"pad_to: expected an integer in \[2, 8\], got 1"),
+    "large pad": (bad_extend(pad_to=9), ValueError, r"pad_to: expected an integer in \[2, 8\], got 9"),
+    "padded prefill": (
+        bad_extend(pad_to=4, num_new_tokens=[1, 2]),
+        ValueError,
+        "pad_to: expected a batch with one new",
+    ),
+    "release twice": (lambda s, i: s.release([i[0], i[0]]), SequenceError, "expected each sequence once"),
+    "release unknown": (
+        lambda s, i: s.release([3]),
+        SequenceError,
+        "expected open sequences, got 3, which was never given out",
+    ),
+    "no batch": (lambda s, i: s.commit("batch", [1]), TypeError, "batch: expected a Batch from extend.*, got str"),
+    "unknown layer": (
+        lambda s, i: s.page_view("layers.9.attn"),
+        ValueError,
+        r"layer: expected a layer of the plan \(layers",
+    ),
+    "no layer": (lambda s, i: s.page_view(["k"]), ValueError, "layer: expected a layer of the plan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_are_refused_by_name_and_change_nothing(name: str) -> None:
+    call, error, message = BAD_CALLS[name]
+    store = make_store(max_tokens_per_step=20)
+    seq_ids = prefill(store, range(6), range(30, 35))
+    before = store.stats(), store._books.sequences.length.copy(), store._books.tables[0].table.copy()
+    with pytest.raises(error, match=message):
+        call(store, seq_ids)
+    store.check()
+    assert store.stats() == before[0]
+    assert np.array_equal(store._books.sequences.length, before[1])
+    assert np.array_equal(store._books.tables[0].table, before[2])
+
+
+BAD_COMMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "few tokens": ({"token_ids": [1]}, "token_ids: expected 4 tokens, got 1"),
+    "many tokens": ({"token_ids": range(5)}, "token_ids: expected 4 tokens, got 5"),
+    "float tokens": ({"token_ids": [1.0] * 4}, "token_ids: expected a flat array of integers"),
+    "negative token": ({"token_ids": [1, 2, 3, -4]}, "token_ids: expected token ids in"),
+    "more than extended": (
+        {"token_ids": range(5), "num_committed": [3, 2]},
+        r"at most the extended \[2, 2\], got \[3, 2\]",
+    ),
+    "negative committed": ({"token_ids": [], "num_committed": [-1, 1]}, "num_committed: expected counts >= 0, got -1"),
+    "short committed": ({"token_ids": [1], "num_committed": [1]}, "num_committed: expected one count per sequence"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMMITS)
+def test_bad_commits_are_refused_and_change_nothing(name: str) -> None:
+    arguments, message = BAD_COMMITS[name]
+    store = make_store()
+    batch = store.extend(store.open([range(6), range(30, 35)]).seq_ids, 2)
+    with pytest.raises(ValueError, match=message):
+        store.commit(batch, **arguments)
+    assert store._books.sequences.committed.sum() == 0
+    store.commit(batch, range(4))
+    store.check()
+
+
+def test_a_committed_or_foreign_batch_is_refused() -> None:
+    store, other = make_store(), make_store()
+    batch = store.extend(store.open([range(4)]).seq_ids, 4)
+    with pytest.raises(ValueError, match="expected an unfinished batch of this store, got a finished or a foreign one"):
+        other.commit(batch, range(4))
+    store.commit(batch, range(4), finish=False)
+    with pytest.raises(ValueError, match="expected a batch that is not committed, got a committed one"):
+        store.commit(batch, range(4))
+    with pytest.raises(ValueError, match="expected a batch that is not committed"):
+        store.write(LAYER, batch, rows_for(range(4)), rows_for(range(4)))
+    store.finish(batch)
+    with pytest.raises(ValueError, match="expected an unfinished batch of this store"):
+        store.gather(LAYER, batch)
+
+
+def test_a_released_sequence_is_refused() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(4))
+    store.release(seq_ids)
+    for call in (lambda: store.extend(seq_ids, 1), lambda: store.release(seq_ids)):
+        with pytest.raises(SequenceError, match=f"expected open sequences, got {seq_ids[0]}, which was released"):
+            call()
+    reused = store.open([range(4)]).seq_ids
+    assert reused[0] != seq_ids[0]
+    with pytest.raises(SequenceError, match="which was released"):
+        store.extend(seq_ids, 1)
+
+
+def test_decode_wants_one_token_per_sequence() -> None:
+    store = make_store()
+    batch = store.extend(store.open([range(4)]).seq_ids, 4)
+    with pytest.raises(ValueError, match="expected one new token per sequence, got 4 tokens of 1 sequences"):
+        store.gqa_decode(LAYER, batch, torch.zeros(1, 2, 8))
+
+
+@pytest.mark.parametrize("start", [[-1], [5], [0, 0], [0.5]])
+def test_a_gather_start_outside_the_sequence_is_refused(start: Any) -> None:
+    store = make_store()
+    batch = store.extend(store.open([range(4)]).seq_ids, 4)
+    with pytest.raises(ValueError, match="start: expected"):
+        store.gather(LAYER, batch, start=start)
+    assert store.gather(LAYER, batch, start=[4])[0].shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"plan": "plan"}, TypeError, "plan: expected a CachePlan, got str"),
+        ({"max_sequences": 0}, ValueError, r"max_sequences: expected an integer in \[1, .*, got 0"),
+        ({"max_length": -1}, ValueError, "max_length: expected an integer"),
+        ({"max_tokens_per_step": 1.5}, TypeError, "max_tokens_per_step: expected an integer, got 1.5"),
+        ({"max_in_flight": True}, TypeError, "max_in_flight: expected an integer"),
+        ({"zero_new": "yes"}, ValueError, "zero_new: expected True, False or 'auto', got 'yes'"),
+        ({"backend": "cuda"}, ValueError, "backend: expected one of triton, reference or None, got 'cuda'"),
+    ],
+)
+def test_a_store_with_bad_limits_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    plan = kvstore.plan_cache({LAYER: kvstore.full_attention(1, 8)}, num_frames=8)
+    with pytest.raises(error, match=message):
+        KVStore(**{"plan": plan, "device": "cpu", **arguments})
