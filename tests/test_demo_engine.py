@@ -204,9 +204,17 @@ def test_demo_prints_plan_texts_and_verdict(model_folder, capsys):
 
 
 def test_demo_fails_when_a_text_differs(model_folder, capsys, monkeypatch):
-    monkeypatch.setattr(weights.LoadedModel, "greedy", lambda self, prompts, max_tokens: [[1] * max_tokens])
+    greedy_tokens = weights.LoadedModel.greedy
+
+    def last_token_changed(self, prompts, max_tokens):
+        *tokens, last = greedy_tokens(self, prompts, max_tokens)[0]
+        return [[*tokens, last + 1]]
+
+    monkeypatch.setattr(weights.LoadedModel, "greedy", last_token_changed)
     assert run.main(["--model", model_folder, "--max-tokens", "5", "--memory", "4MiB"]) == 1
-    assert "expected [1, 1, 1, 1, 1] (transformers), got" in capsys.readouterr().out.replace("\n", "")
+    printed = capsys.readouterr().out
+    assert "Prompt 7 differs from transformers' text after 4 equal tokens: expected [" in printed
+    assert "texts equal" not in printed
 
 
 def test_demo_compares_no_sampled_text(model_folder, capsys):

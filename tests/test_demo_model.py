@@ -1,16 +1,15 @@
-"""The demo's forward pass against transformers', and the readers of its weights."""
+"""The demo's forward pass against transformers', and the loading of its weights."""
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstore import KVStore, plan_cache
 from kvstore.demo import weights
-from kvstore.demo.gguf_file import GGUFFile
+from kvstore.demo.engine import Engine, Request
 from kvstore.demo.model import Llama
-from kvstore.demo.weights import DemoError, find_smollm2, load, load_gguf
+from kvstore.demo.weights import DemoError, find_smollm2, load
 
 SMALL = {
     "vocab_size": 97,
@@ -100,98 +99,21 @@ def test_model_that_cannot_be_run_is_refused(changes, message):
         Llama(tiny_llama(**changes), 64)
 
 
-def write_gguf(path, reference):
-    """The model as llama.cpp stores it, with a tokenizer of single bytes."""
-    config = reference.config
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(1e4)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_token_list([*BYTES, "Ġ1", "<end>"])
-    writer.add_token_merges(["Ġ 1"])
-    writer.add_token_types([1] * (len(BYTES) + 1) + [3])
-    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_unk_token_id, writer.add_pad_token_id):
-        add(len(BYTES) + 1)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
-    names = {ours: theirs for theirs, ours in weights.GGUF_LAYER_NAMES.items()}
-    outer = {ours: theirs for theirs, ours in weights.GGUF_NAMES.items()}
-    for name, tensor in reference.state_dict().items():
-        stem, values = name.removesuffix(".weight"), tensor.numpy()
-        if stem == "lm_head":
-            continue
-        if stem in outer:
-            writer.add_tensor(f"{outer[stem]}.weight", values)
-            continue
-        layer, part = stem.removeprefix("model.layers.").split(".", 1)
-        if part in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
-            halves = values.reshape(heads, 2, config.head_dim // 2, -1)
-            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-        if part == "mlp.up_proj":
-            kind = GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"blk.{layer}.{names[part]}.weight", quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(f"blk.{layer}.{names[part]}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-BYTES = [*"!#$()*+,-./0123456789:;=abcdefghijklmnopqrstuvwxyzĠ"]
-
-
-@pytest.fixture
-def gguf_path(tmp_path):
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, tiny_llama(vocab_size=len(BYTES) + 2, hidden_size=96, intermediate_size=64))
-    return path
-
-
-def test_gguf_weights_are_those_that_were_written(gguf_path):
-    reference = tiny_llama(vocab_size=len(BYTES) + 2, hidden_size=96, intermediate_size=64)
-    loaded, tokenizer = load_gguf(gguf_path, torch.float32)
-    expected, got = reference.state_dict(), loaded.state_dict()
-    assert got.keys() == expected.keys()
-    for name, values in expected.items():
-        # Q8_0 keeps a block's values in steps of its largest over 127, with the step itself in half precision.
-        step = values.abs().max() / 127 if "up_proj" in name else 0.0
-        assert (got[name] - values).abs().max() <= 0.51 * step, name
-    assert loaded.config.rope_parameters["rope_theta"] == 1e4
-    # The digit stays alone although a merge would join it with the space before it.
-    end = len(BYTES) + 1
-    assert tokenizer.convert_ids_to_tokens(tokenizer("a 11<end>").input_ids) == ["a", "Ġ", "1", "1", "<end>"]
-    assert (tokenizer.eos_token_id, tokenizer("<end>").input_ids) == (end, [end])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"GGML" + bytes(40), "expected a GGUF file of version 2 or 3, got b'GGML', version 0"),
-        (b"GGUF\x09" + bytes(40), "got b'GGUF', version 9"),
-        (b"GGUF\x03", "expected a whole GGUF file, got one that ends early"),
-    ],
-    ids=["magic", "version", "short"],
-)
-def test_file_that_is_no_gguf_is_refused(tmp_path, content, message):
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        GGUFFile(path)
-
-
-def test_gguf_cut_inside_its_metadata_is_refused(gguf_path, tmp_path):
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(gguf_path.read_bytes()[:300])
-    with pytest.raises(ValueError, match="ends early"):
-        GGUFFile(path)
+def test_smollm2_is_read_with_its_tokenizer_and_generates_what_transformers_does():
+    loaded = load(None, torch.float32)
+    assert loaded.reference.config.num_hidden_layers == 30
+    assert loaded.reference.config.rope_parameters["rope_theta"] == 1e5
+    assert loaded.eos_token_ids == (2,)
+    # Every digit is a token of its own, and a special token is one token.
+    assert len(loaded.tokenizer("12345").input_ids) == 5
+    assert loaded.tokenizer("<|im_end|>").input_ids == [2]
+    prompt = loaded.tokenizer("The capital of France is").input_ids
+    plan = plan_cache(loaded.reference.config, num_frames=8, kv_dtype="float32")
+    store = KVStore(plan, "cpu", max_sequences=1, max_length=64, max_tokens_per_step=64)
+    engine = Engine(Llama(loaded.reference, 64), store, max_running=1, chunk=64, eos_token_ids=loaded.eos_token_ids)
+    (completion,) = engine.generate([Request(prompt, 8)])
+    assert completion.token_ids == loaded.greedy([prompt], 8)[0]
+    assert "Paris" in loaded.tokenizer.decode(completion.token_ids)
 
 
 def test_missing_weights_and_folders_say_what_to_do(monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstore_kernels.checks import cdiv, expect_int
+from kvstore_kernels.checks import cdiv
 from kvstore_kernels.launch import INTERPRETED, Launch, Target, current_target
 from kvstore_kernels.merge import merge_launch
 from kvstore_kernels.pages import PageView
@@ -13,6 +13,7 @@ from kvstore_kernels.reads import (
     allocate_partials,
     expect_keys_and_values,
     expect_read,
+    expect_window,
     part_start_and_pitch,
     read_args,
 )
@@ -63,9 +64,10 @@ def _gqa_kernel(
     ROWS_PER_BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    KEY_START: tl.constexpr,
     KEY_PITCH: tl.constexpr,
-    VALUE_PITCH: tl.constexpr,
     VALUE_START: tl.constexpr,
+    VALUE_PITCH: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr,
     WINDOWED: tl.constexpr,
     Q_UNIT: tl.constexpr,
@@ -104,7 +106,7 @@ def _gqa_kernel(
         next_block_ids = tile_blocks(tile + 1, end, table_ptr, table_width, ROWS_PER_BLOCK, WINDOWED, TILE_N)
         rows, exists = tile_rows(tile, begin, end, block_ids, num_blocks, ROWS_PER_BLOCK, TILE_N)
         page = page_start(block_ids, offset_units, block_stride_units, ELEMENT_BYTES)
-        key_rows = memory_ptr + page + rows * KEY_PITCH + kv_head * KEY_DIM
+        key_rows = memory_ptr + page + KEY_START + rows * KEY_PITCH + kv_head * KEY_DIM
         key = load_tile(key_rows[:, None] + key_columns[None, :], exists[:, None] & in_key[None, :], INTERPRETED)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         scores = tl.where(exists[None, :], scores * scale, float("-inf"))
@@ -153,13 +155,12 @@ def gqa_decode(
     Returns: out and lse (natural logarithm); 0 and -inf for a sequence without rows.
 
     Raises: ValueError or TypeError, before anything is written, for an argument of wrong type, shape, dtype, device or
-        strides, for a format without K and V, and for window or num_splits below 1.
+        strides, for a format without K and V, and for window or num_splits below 1 or too large.
     """
     key, value = expect_keys_and_values(view)
     if softmax_scale is None:
         softmax_scale = key.head_dim**-0.5
-    if window is not None:
-        expect_int("window", window, 1)
+    expect_window(window)
     expect_read(view, block_table, row_lens, q, key, value.head_dim, softmax_scale, out, lse, num_splits)
     target = current_target(_gqa_kernel)
     if num_splits is None:
@@ -203,6 +204,7 @@ def gqa_launch(
     queries_per_kv = num_heads // key.num_heads
     tile = key_value_tile(target, queries_per_kv, key.head_dim, value.head_dim, key.dtype.itemsize)
     args, constexprs = read_args(view, block_table, row_lens, q, partial_out, partial_lse, softmax_scale)
+    key_start, key_pitch = part_start_and_pitch(view, key)
     value_start, value_pitch = part_start_and_pitch(view, value)
     return Launch(
         kernel=_gqa_kernel,
@@ -217,9 +219,10 @@ def gqa_launch(
             **constexprs,
             "KEY_DIM": key.head_dim,
             "VALUE_DIM": value.head_dim,
-            "KEY_PITCH": part_start_and_pitch(view, key)[1],
-            "VALUE_PITCH": value_pitch,
+            "KEY_START": key_start,
+            "KEY_PITCH": key_pitch,
             "VALUE_START": value_start,
+            "VALUE_PITCH": value_pitch,
             "WINDOWED": window is not None,
             "TILE_H": tile.heads,
             "TILE_N": tile.rows,

@@ -8,7 +8,14 @@ from kvstore_kernels.checks import cdiv
 from kvstore_kernels.launch import INTERPRETED, Launch, Target, current_target
 from kvstore_kernels.merge import merge_launch
 from kvstore_kernels.pages import PageView
-from kvstore_kernels.reads import allocate_outputs, allocate_partials, expect_latent, expect_read, read_args
+from kvstore_kernels.reads import (
+    allocate_outputs,
+    allocate_partials,
+    expect_latent,
+    expect_read,
+    part_start_and_pitch,
+    read_args,
+)
 from kvstore_kernels.softmax import (
     LOG2_E,
     load_tile,
@@ -52,6 +59,8 @@ def _mla_kernel(
     ROWS_PER_BLOCK: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    ROW_START: tl.constexpr,
+    ROW_PITCH: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr,
     Q_UNIT: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -87,7 +96,7 @@ def _mla_kernel(
         next_block_ids = tile_blocks(tile + 1, end, table_ptr, table_width, ROWS_PER_BLOCK, False, TILE_N)
         rows, exists = tile_rows(tile, 0, end, block_ids, num_blocks, ROWS_PER_BLOCK, TILE_N)
         page = page_start(block_ids, offset_units, block_stride_units, ELEMENT_BYTES)
-        row_pointers = memory_ptr + page + rows * LATENT_DIM
+        row_pointers = memory_ptr + page + ROW_START + rows * ROW_PITCH
         latent = load_tile(row_pointers[:, None] + nope[None, :], exists[:, None] & in_nope[None, :], INTERPRETED)
         scores = tl.dot(q_nope, tl.trans(latent), input_precision="ieee")
         if LATENT_DIM > VALUE_DIM:
@@ -133,7 +142,7 @@ def mla_decode(
     Returns: out and lse (natural logarithm); 0 and -inf for a sequence without rows.
 
     Raises: ValueError or TypeError, before anything is written, for an argument of wrong type, shape, dtype, device or
-        strides, for a format that is not latent, and for num_splits below 1.
+        strides, for a format that is not latent, and for num_splits below 1 or too large.
     """
     latent, value_dim = expect_latent(view)
     expect_read(view, block_table, row_lens, q, latent, value_dim, softmax_scale, out, lse, num_splits)
@@ -167,6 +176,7 @@ def mla_launch(
     latent, value_dim = expect_latent(view)
     num_seqs, num_heads, num_splits = partial_lse.shape
     tile = _tile(view, num_heads, target)
+    row_start, row_pitch = part_start_and_pitch(view, latent)
     args, constexprs = read_args(view, block_table, row_lens, q, partial_out, partial_lse, softmax_scale)
     return Launch(
         kernel=_mla_kernel,
@@ -176,6 +186,8 @@ def mla_launch(
             **constexprs,
             "LATENT_DIM": latent.head_dim,
             "VALUE_DIM": value_dim,
+            "ROW_START": row_start,
+            "ROW_PITCH": row_pitch,
             "TILE_H": tile.heads,
             "TILE_N": tile.rows,
             "TILE_NOPE": padded(value_dim),

@@ -6,6 +6,10 @@ from kvstore_kernels.checks import expect_device, expect_dtype, expect_int, expe
 from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, RowFormat, RowPart
 from kvstore_kernels.pages import PageView
 
+MAX_GRID = 65_535
+"""Programs on the second axis of a launch, which counts splits."""
+MAX_INT32 = 2**31 - 1
+
 
 def expect_latent(view: PageView) -> tuple[RowPart, int]:
     """The one part of a latent format, and how many of its columns are V.
@@ -33,6 +37,12 @@ def expect_keys_and_values(view: PageView) -> tuple[RowPart, RowPart]:
     )
 
 
+def expect_window(window: int | None) -> None:
+    """Raises TypeError or ValueError unless `window` is None or a number of rows."""
+    if window is not None:
+        expect_int("window", window, 1, MAX_INT32)
+
+
 def expect_read(
     view: PageView,
     block_table: torch.Tensor,
@@ -53,6 +63,8 @@ def expect_read(
     expect_dtype("q", q, key.dtype)
     expect_shape("block_table", block_table, (num_seqs, None))
     expect_dtype("block_table", block_table, torch.int32)
+    if block_table.shape[1] == 0:
+        raise ValueError("block_table: expected at least one column, got none")
     if block_table.stride(1) != 1 and block_table.shape[1] > 1:
         raise ValueError(f"block_table: expected adjacent entries in a row, got strides {block_table.stride()}")
     expect_shape("row_lens", row_lens, (num_seqs,))
@@ -61,7 +73,7 @@ def expect_read(
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
         raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
     if num_splits is not None:
-        expect_int("num_splits", num_splits, 1)
+        expect_int("num_splits", num_splits, 1, MAX_GRID)
     for name, tensor in (("q", q), ("block_table", block_table), ("row_lens", row_lens)):
         expect_device(name, tensor, view.device)
     if out is not None:

@@ -66,7 +66,7 @@ def tile_blocks(
     columns = positions // ROWS_PER_BLOCK
     if WRAPS:
         columns = columns % table_width
-    return tl.load(table_ptr + columns, mask=(positions < end) & (columns < table_width), other=-1)
+    return tl.load(table_ptr + columns, mask=positions < end, other=-1)
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def tile_rows(tile, begin, end, block_ids, num_blocks, ROWS_PER_BLOCK: tl.conste
     """The rows of a tile of positions inside their blocks, and which of them exist."""
     positions = tile * TILE_N + tl.arange(0, TILE_N)
     exists = (positions >= begin) & (positions < end) & (block_ids >= 0) & (block_ids < num_blocks)
-    return positions % ROWS_PER_BLOCK, exists
+    return (positions % ROWS_PER_BLOCK).to(tl.int64), exists
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def _demo(options: argparse.Namespace) -> int:
     console, progress = Console(), Console(stderr=True, style="dim")
     if options.threads:
         torch.set_num_threads(options.threads)
-    progress.print("Reading the model ...")
+    progress.print("Reading the model (transformers takes the file apart, half a minute) ...")
     loaded = load(options.model, getattr(torch, options.dtype), options.device)
     requests = [
         Request(_tokens(loaded, prompt), options.max_tokens, options.temperature, seed)
@@ -109,6 +109,8 @@ def _demo(options: argparse.Namespace) -> int:
     different = _differences(loaded, requests, completions)
     for line in different:
         console.print(line, style="red", highlight=False, soft_wrap=True)
+    if different and options.dtype == "bfloat16":
+        console.print("bfloat16 has 8 significant bits: near ties between two tokens may fall either way.")
     if not different:
         console.print(f"All {len(requests)} texts equal transformers' greedy generate, token for token.", style="green")
     return 1 if different else 0
@@ -143,7 +145,11 @@ def _differences(loaded: LoadedModel, requests: Sequence[Request], completions: 
     """One line for each prompt whose greedy continuation by transformers has other token ids."""
     lines = []
     for number, (request, completion) in enumerate(zip(requests, completions, strict=True), 1):
-        expected = loaded.greedy([request.prompt], request.max_tokens)[0]
-        if completion.token_ids != expected:
-            lines.append(f"Prompt {number}: expected {expected} (transformers), got {completion.token_ids}")
+        got, expected = completion.token_ids, loaded.greedy([request.prompt], request.max_tokens)[0]
+        if got != expected:
+            same = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(got))
+            lines.append(
+                f"Prompt {number} differs from transformers' text after {same} equal tokens: "
+                f"expected {expected[same:]}, got {got[same:]}"
+            )
     return lines

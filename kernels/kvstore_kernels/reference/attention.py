@@ -8,10 +8,16 @@ import math
 
 import torch
 
-from kvstore_kernels.checks import cdiv, expect_int
-from kvstore_kernels.formats import RowPart
+from kvstore_kernels.checks import cdiv
 from kvstore_kernels.pages import PageView
-from kvstore_kernels.reads import allocate_outputs, expect_keys_and_values, expect_latent, expect_partials, expect_read
+from kvstore_kernels.reads import (
+    allocate_outputs,
+    expect_keys_and_values,
+    expect_latent,
+    expect_partials,
+    expect_read,
+    expect_window,
+)
 
 
 def gqa_decode(
@@ -33,8 +39,7 @@ def gqa_decode(
     key, value = expect_keys_and_values(view)
     if softmax_scale is None:
         softmax_scale = key.head_dim**-0.5
-    if window is not None:
-        expect_int("window", window, 1)
+    expect_window(window)
     expect_read(view, block_table, row_lens, q, key, value.head_dim, softmax_scale, out, lse, num_splits)
     grouped = (key.num_heads, q.shape[1] // key.num_heads)
     return _attend(_RowReader(view, block_table, window), row_lens, q, grouped, softmax_scale, value.head_dim, out, lse)
@@ -88,11 +93,7 @@ class _RowReader:
         self.view = view
         self.block_table = block_table
         self.window = window
-        parts = view.format.parts
-        self.parts_of_area = [
-            [part for part in parts if part.area == area] for area in range(len(view.format.area_pitches))
-        ]
-        self.records = [_records(view, parts) for parts in self.parts_of_area]
+        self.areas = [_Area(view, area) for area in range(len(view.format.area_pitches))]
 
     def read(self, seq_idx: int, row_len: int) -> list[torch.Tensor]:
         """[1, num_heads, num_rows, head_dim] for each part: views, of the pages where blocks adjoin, else of a copy."""
@@ -104,39 +105,52 @@ class _RowReader:
         first, last = begin // rows_per_block, cdiv(end, rows_per_block)
         if first >= last:
             return []
-        columns = slice(first, last) if self.window is None else torch.arange(first, last) % table_width
-        return self._rows(self.block_table[seq_idx, columns], begin - first * rows_per_block, end - begin)
+        columns = self.block_table.select(0, seq_idx)
+        if self.window is None:
+            block_ids = columns.narrow(0, first, last - first)
+        else:
+            block_ids = columns[torch.arange(first, last) % table_width]
+        return self._rows(block_ids, begin - first * rows_per_block, end - begin)
 
     def _rows(self, block_ids: torch.Tensor, skip: int, count: int) -> list[torch.Tensor]:
-        rows_per_block, known = self.view.rows_per_block, block_ids.tolist()
+        known = block_ids.tolist()
         lowest, highest = min(known), max(known)
         if lowest < 0 or highest >= self.view.num_blocks:
             exists = (block_ids >= 0) & (block_ids < self.view.num_blocks)
-            is_row = exists.repeat_interleave(rows_per_block)[skip : skip + count]
+            is_row = exists.repeat_interleave(self.view.rows_per_block)[skip : skip + count]
             return [part[:, :, is_row] for part in self._rows(block_ids.where(exists, 0), skip, count)]
-        adjoin = known == list(range(lowest, highest + 1))
-        result = []
-        for records, parts in zip(self.records, self.parts_of_area, strict=True):
-            block_stride, pitch, _ = records.stride()
-            if adjoin and (block_stride == rows_per_block * pitch or rows_per_block == 1):
-                pitch = block_stride // rows_per_block
-                start = records.storage_offset() + lowest * block_stride + skip * pitch
-            else:
-                records = records.index_select(0, block_ids)
-                pitch = records.shape[2]
-                start = skip * pitch
-            for part in parts:
-                size, stride = (1, part.num_heads, count, part.head_dim), (0, part.head_dim, pitch, 1)
-                result.append(records.as_strided(size, stride, start))
-                start += part.width
-        return result
+        first_block = lowest if known == list(range(lowest, highest + 1)) else None
+        return [part for area in self.areas for part in area.rows(block_ids, first_block, skip, count)]
 
 
-def _records(view: PageView, parts: list[RowPart]) -> torch.Tensor:
-    """[num_blocks, rows_per_block, width]: the records of one area, its parts side by side."""
-    first = view.tensor(parts[0].name)
-    width = sum(part.width for part in parts)
-    return first.as_strided((view.num_blocks, view.rows_per_block, width), (*first.stride()[:2], 1))
+class _Area:
+    """The records of one area, in all pages."""
+
+    def __init__(self, view: PageView, area: int) -> None:
+        self.parts = [part for part in view.format.parts if part.area == area]
+        self.pages = view.tensor(self.parts[0].name)
+        self.block_stride, self.pitch = self.pages.stride(0), self.pages.stride(1)
+        self.start = self.pages.storage_offset() - self.parts[0].offset_bytes // self.pages.element_size()
+        self.is_dense = view.rows_per_block == 1 or self.block_stride == view.rows_per_block * self.pitch
+
+    def rows(self, block_ids: torch.Tensor, first_block: int | None, skip: int, count: int) -> list[torch.Tensor]:
+        """`count` rows behind the first `skip`, for each part; `first_block` is set where the block ids count up."""
+        rows_per_block = self.pages.shape[1]
+        if first_block is not None and self.is_dense:
+            records, pitch = self.pages, self.block_stride // rows_per_block
+            start = self.start + first_block * self.block_stride
+        else:
+            size, stride = (self.pages.shape[0], rows_per_block, self.pitch), (self.block_stride, self.pitch, 1)
+            records, pitch = self.pages.as_strided(size, stride, self.start).index_select(0, block_ids), self.pitch
+            start = 0
+        return [
+            records.as_strided(
+                (1, part.num_heads, count, part.head_dim),
+                (0, part.head_dim, pitch, 1),
+                start + skip * pitch + part.offset_bytes // part.dtype.itemsize,
+            )
+            for part in self.parts
+        ]
 
 
 def _attend(
@@ -151,7 +165,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped`: the heads as (heads of the rows, query heads for each of them)."""
     num_seqs, num_heads, head_dim = q.shape
-    queries = q.reshape(num_seqs, 1, *grouped, head_dim)
+    queries = q.contiguous().view(num_seqs, 1, *grouped, head_dim).unbind(0)
     results = [
         _attend_rows(queries[seq_idx], reader.read(seq_idx, row_len), softmax_scale, value_dim)
         for seq_idx, row_len in enumerate(row_lens.tolist())
