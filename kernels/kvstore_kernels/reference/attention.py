@@ -5,7 +5,11 @@ anything is computed: nothing needs a mask, and what lies behind the length is n
 """
 
 import math
+from collections.abc import Iterator
+from itertools import groupby
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore_kernels.checks import cdiv
@@ -18,6 +22,9 @@ from kvstore_kernels.reads import (
     expect_read,
     expect_window,
 )
+
+COPY_BYTES = 1 << 22
+"""Rows copied out of their pages at a time, unless a single sequence has more."""
 
 
 def gqa_decode(
@@ -42,7 +49,8 @@ def gqa_decode(
     expect_window(window)
     expect_read(view, block_table, row_lens, q, key, value.head_dim, softmax_scale, out, lse, num_splits)
     grouped = (key.num_heads, q.shape[1] // key.num_heads)
-    return _attend(_RowReader(view, block_table, window), row_lens, q, grouped, softmax_scale, value.head_dim, out, lse)
+    reader = _RowReader(view, block_table, row_lens, window)
+    return _attend(reader, q, grouped, softmax_scale, value.head_dim, out, lse)
 
 
 def mla_decode(
@@ -62,8 +70,8 @@ def mla_decode(
     """
     latent, value_dim = expect_latent(view)
     expect_read(view, block_table, row_lens, q, latent, value_dim, softmax_scale, out, lse, num_splits)
-    reader = _RowReader(view, block_table, None)
-    return _attend(reader, row_lens, q, (1, q.shape[1]), softmax_scale, value_dim, out, lse)
+    reader = _RowReader(view, block_table, row_lens, None)
+    return _attend(reader, q, (1, q.shape[1]), softmax_scale, value_dim, out, lse)
 
 
 def merge_partials(
@@ -87,40 +95,72 @@ def merge_partials(
 
 
 class _RowReader:
-    """The rows that the query of a sequence sees, in the order of their positions."""
+    """The rows that the query of each sequence sees, in the order of their positions."""
 
-    def __init__(self, view: PageView, block_table: torch.Tensor, window: int | None) -> None:
+    def __init__(self, view: PageView, block_table: torch.Tensor, row_lens: torch.Tensor, window: int | None) -> None:
         self.view = view
-        self.block_table = block_table
-        self.window = window
         self.areas = [_Area(view, area) for area in range(len(view.format.area_pitches))]
+        table, rows_per_block = block_table.numpy(force=True), view.rows_per_block
+        self.spans: list[tuple[int, int]] = []  # first row behind the start of the first block, number of rows
+        self.block_ids: list[npt.NDArray[np.int32]] = []
+        for entries, row_len in zip(table, row_lens.tolist(), strict=True):
+            if window is None:
+                begin, end = 0, max(0, min(row_len, len(entries) * rows_per_block))
+                self.block_ids.append(entries[: cdiv(end, rows_per_block)])
+            else:
+                begin, end = max(0, row_len - window), max(0, row_len)
+                columns = np.arange(begin // rows_per_block, cdiv(end, rows_per_block))
+                self.block_ids.append(entries[columns % len(entries)])
+            self.spans.append((begin % rows_per_block, end - begin))
 
-    def read(self, seq_idx: int, row_len: int) -> list[torch.Tensor]:
-        """[1, num_heads, num_rows, head_dim] for each part: views, of the pages where blocks adjoin, else of a copy."""
-        rows_per_block, table_width = self.view.rows_per_block, self.block_table.shape[1]
-        if self.window is None:
-            begin, end = 0, min(row_len, table_width * rows_per_block)
-        else:
-            begin, end = max(0, row_len - self.window), row_len
-        first, last = begin // rows_per_block, cdiv(end, rows_per_block)
-        if first >= last:
-            return []
-        columns = self.block_table.select(0, seq_idx)
-        if self.window is None:
-            block_ids = columns.narrow(0, first, last - first)
-        else:
-            block_ids = columns[torch.arange(first, last) % table_width]
-        return self._rows(block_ids, begin - first * rows_per_block, end - begin)
+    def read(self) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """Runs of sequences with equally many rows: the first, the last + 1, and their rows.
 
-    def _rows(self, block_ids: torch.Tensor, skip: int, count: int) -> list[torch.Tensor]:
-        known = block_ids.tolist()
-        lowest, highest = min(known), max(known)
+        Rows are one tensor [num_seqs, num_heads, num_rows, head_dim] for each part. They are views: of the pages,
+        where the blocks of a lone sequence adjoin, or of a copy for as many sequences as COPY_BYTES have room for.
+        """
+        first, room = 0, COPY_BYTES
+        for last, ids in enumerate(self.block_ids):
+            room -= len(ids) * self.view.page_bytes
+            if room < 0 and last > first:
+                yield from self._read(first, last)
+                first, room = last, COPY_BYTES - len(ids) * self.view.page_bytes
+        yield from self._read(first, len(self.block_ids))
+
+    def _read(self, first: int, last: int) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        every_id = np.concatenate(self.block_ids[first:last] or [np.empty(0, np.int32)])
+        lowest, highest = (int(every_id.min()), int(every_id.max())) if every_id.size else (0, 0)
         if lowest < 0 or highest >= self.view.num_blocks:
-            exists = (block_ids >= 0) & (block_ids < self.view.num_blocks)
-            is_row = exists.repeat_interleave(self.view.rows_per_block)[skip : skip + count]
-            return [part[:, :, is_row] for part in self._rows(block_ids.where(exists, 0), skip, count)]
-        first_block = lowest if known == list(range(lowest, highest + 1)) else None
-        return [part for area in self.areas for part in area.rows(block_ids, first_block, skip, count)]
+            yield from ((seq_idx, seq_idx + 1, self._existing_rows(seq_idx)) for seq_idx in range(first, last))
+            return
+        adjoins = last - first == 1 and every_id.tolist() == list(range(lowest, highest + 1))
+        index = torch.from_numpy(every_id).to(self.view.device)
+        records = [area.records(index, lowest if adjoins else None) for area in self.areas]
+        start = 0
+        for (skip, count), run in groupby(self.spans[first:last]):
+            num_seqs = len(list(run))
+            copied_rows = len(self.block_ids[first]) * self.view.rows_per_block
+            shape = (num_seqs, copied_rows, count)
+            rows = [
+                part_rows
+                for area, (copied, base, pitch) in zip(self.areas, records, strict=True)
+                for part_rows in area.rows(copied, base + (start + skip) * pitch, shape, pitch)
+            ]
+            yield first, first + num_seqs, rows
+            first += num_seqs
+            start += num_seqs * copied_rows
+
+    def _existing_rows(self, seq_idx: int) -> list[torch.Tensor]:
+        """The rows of a sequence whose entries name a block; the others do not exist."""
+        ids, (skip, count) = self.block_ids[seq_idx], self.spans[seq_idx]
+        exists = (ids >= 0) & (ids < self.view.num_blocks)
+        is_row = np.repeat(exists, self.view.rows_per_block)[skip : skip + count]
+        kept = torch.from_numpy(np.flatnonzero(is_row) + skip).to(self.view.device)
+        index = torch.from_numpy(np.where(exists, ids, 0)).to(self.view.device)
+        return [
+            self.view.tensor(part.name).index_select(0, index).flatten(0, 1)[kept].transpose(0, 1).unsqueeze(0)
+            for part in self.view.format.parts
+        ]
 
 
 class _Area:
@@ -130,24 +170,29 @@ class _Area:
         self.parts = [part for part in view.format.parts if part.area == area]
         self.pages = view.tensor(self.parts[0].name)
         self.block_stride, self.pitch = self.pages.stride(0), self.pages.stride(1)
-        self.start = self.pages.storage_offset() - self.parts[0].offset_bytes // self.pages.element_size()
+        self.start = int(self.pages.storage_offset()) - self.parts[0].offset_bytes // self.pages.element_size()
         self.is_dense = view.rows_per_block == 1 or self.block_stride == view.rows_per_block * self.pitch
 
-    def rows(self, block_ids: torch.Tensor, first_block: int | None, skip: int, count: int) -> list[torch.Tensor]:
-        """`count` rows behind the first `skip`, for each part; `first_block` is set where the block ids count up."""
+    def records(self, block_ids: torch.Tensor, first_block: int | None) -> tuple[torch.Tensor, int, int]:
+        """The records of blocks one behind the other, where in the tensor they start, and their pitch.
+
+        `first_block` is set where the ids count up from it: then the pages themselves will do, if they are dense.
+        """
         rows_per_block = self.pages.shape[1]
         if first_block is not None and self.is_dense:
-            records, pitch = self.pages, self.block_stride // rows_per_block
-            start = self.start + first_block * self.block_stride
-        else:
-            size, stride = (self.pages.shape[0], rows_per_block, self.pitch), (self.block_stride, self.pitch, 1)
-            records, pitch = self.pages.as_strided(size, stride, self.start).index_select(0, block_ids), self.pitch
-            start = 0
+            pitch = self.block_stride // rows_per_block
+            return self.pages, self.start + first_block * self.block_stride, pitch
+        size, stride = (self.pages.shape[0], rows_per_block, self.pitch), (self.block_stride, self.pitch, 1)
+        return self.pages.as_strided(size, stride, self.start).index_select(0, block_ids), 0, self.pitch
+
+    def rows(self, records: torch.Tensor, start: int, shape: tuple[int, int, int], pitch: int) -> list[torch.Tensor]:
+        """For each part, of `num_seqs` sequences that lie `copied_rows` apart, `count` rows from element `start` on."""
+        num_seqs, copied_rows, count = shape
         return [
             records.as_strided(
-                (1, part.num_heads, count, part.head_dim),
-                (0, part.head_dim, pitch, 1),
-                start + skip * pitch + part.offset_bytes // part.dtype.itemsize,
+                (num_seqs, part.num_heads, count, part.head_dim),
+                (copied_rows * pitch, part.head_dim, pitch, 1),
+                start + part.offset_bytes // part.dtype.itemsize,
             )
             for part in self.parts
         ]
@@ -155,7 +200,6 @@ class _Area:
 
 def _attend(
     reader: _RowReader,
-    row_lens: torch.Tensor,
     q: torch.Tensor,
     grouped: tuple[int, int],
     softmax_scale: float,
@@ -165,13 +209,10 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped`: the heads as (heads of the rows, query heads for each of them)."""
     num_seqs, num_heads, head_dim = q.shape
-    queries = q.contiguous().view(num_seqs, 1, *grouped, head_dim).unbind(0)
-    results = [
-        _attend_rows(queries[seq_idx], reader.read(seq_idx, row_len), softmax_scale, value_dim)
-        for seq_idx, row_len in enumerate(row_lens.tolist())
-    ]
-    if out is None and lse is None and num_seqs == 1:
-        return results[0][0].reshape(1, num_heads, value_dim), results[0][1].reshape(1, num_heads)
+    queries = q.contiguous().view(num_seqs, *grouped, head_dim)
+    results = [_attend_rows(queries[first:last], rows, softmax_scale, value_dim) for first, last, rows in reader.read()]
+    if out is None and lse is None and len(results) == 1:
+        return results[0][0].reshape(num_seqs, num_heads, value_dim), results[0][1].reshape(num_seqs, num_heads)
     out, lse = allocate_outputs(q, value_dim, out, lse)
     if results:
         torch.cat([result[0] for result in results], out=out.view(num_seqs, *grouped, value_dim))
@@ -180,13 +221,13 @@ def _attend(
 
 
 def _attend_rows(
-    q: torch.Tensor,  # [1, heads of the rows, queries, head_dim]
-    parts: list[torch.Tensor],  # K, and V unless it is the leading columns of K; [1, heads, num_rows, dim]
+    q: torch.Tensor,  # [num_seqs, heads of the rows, queries, head_dim]
+    parts: list[torch.Tensor],  # K, and V unless it is the leading columns of K; [num_seqs, heads, num_rows, dim]
     softmax_scale: float,
     value_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of the rows' dtype and fp32 LSE; scores, sums and LSE are fp32 whatever the rows are."""
-    if not parts or parts[0].shape[2] == 0:
+    if parts[0].shape[2] == 0:
         return q.new_zeros((*q.shape[:3], value_dim)), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
     keys, values = parts[0], parts[-1]
     if keys.shape[3] == values.shape[3]:
