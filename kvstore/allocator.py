@@ -148,7 +148,9 @@ class BlockAllocator:
     def drop_cached(self) -> None:
         """Frees every cached block and takes the mark of the index from all others."""
         self.indexed[:] = False
+        evicted = self.num_evicted
         self._evict(self._num_cached)
+        self.num_evicted = evicted  # given up on purpose, not for lack of room
 
     def check(self) -> None:
         """Proves that every block is in exactly one state and that the counts are those of the arrays.

@@ -7,6 +7,7 @@ import torch
 
 from kvstore.planner import CachePlan
 from kvstore_kernels import PageView
+from kvstore_kernels.formats import ROW_DTYPES
 
 PAD_BYTES = 512  # slack to start at an aligned address, whatever the allocator of the device gives
 
@@ -18,9 +19,15 @@ class Arena:
         memory: uint8 [plan.arena_bytes], the one allocation, zero at first.
         slot_tensors: one uint8 view of it per layer slot of the plan.
         views: layer name -> PageView.
+
+    Raises: ValueError for a layer whose rows no kernel moves.
     """
 
     def __init__(self, plan: CachePlan, device: torch.device) -> None:
+        for layer in plan.placements:
+            for part in plan.spec(layer).format.parts:
+                if part.dtype not in ROW_DTYPES:
+                    raise ValueError(f"plan: layer {layer!r}: expected rows of {ROW_DTYPES}, got {part.dtype}")
         allocated = torch.zeros(plan.arena_bytes + PAD_BYTES, dtype=torch.uint8, device=device)
         start = -allocated.data_ptr() % PAD_BYTES
         self.memory = allocated[start : start + plan.arena_bytes]

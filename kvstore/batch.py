@@ -43,23 +43,25 @@ class Batch:
     block_table: tuple[torch.Tensor, ...]
     slot_mapping: tuple[torch.Tensor, ...]
     step: Step = field(repr=False)
+    lease: int | None = field(repr=False)  # of the buffers behind the tensors
 
 
 def make_batch(step: Step, tables: Sequence[GroupTable], staging: Staging, padding: int) -> Batch:
     """The tensors of a step, `padding` sequences of one skipped token behind it."""
     ends = step.starts + step.counts
-    num_sequences, num_tokens = len(ends) + padding, len(step.positions) + padding
+    positions = step.positions()
+    num_sequences, num_tokens = len(ends) + padding, len(positions) + padding
     max_seq_len = int(ends.max(initial=0))
     cu_seqlens_q = np.zeros(num_sequences + 1, np.int32)
     cu_seqlens_q[1 : len(ends) + 1] = np.cumsum(step.counts)
     cu_seqlens_q[len(ends) + 1 :] = cu_seqlens_q[len(ends)] + np.arange(1, padding + 1)
-    arrays = [_padded(step.positions, padding, 0), _padded(ends.astype(np.int32), padding, 0), cu_seqlens_q]
+    arrays = [_padded(positions, padding, 0), _padded(ends.astype(np.int32), padding, 0), cu_seqlens_q]
     token_rows = np.repeat(step.rows, step.counts)
     for table in tables:
         arrays.append(_padded((ends // table.tokens_per_row).astype(np.int32), padding, 0))
         arrays.append(_padded(table.batch_table(step.rows, max_seq_len), padding, 0))
-        arrays.append(_padded(table.slots(token_rows, step.positions), padding, -1))
-    tensors = staging.upload(arrays)
+        arrays.append(_padded(table.slots(token_rows, positions), padding, -1))
+    tensors, lease = staging.upload(arrays)
     return Batch(
         seq_ids=step.seq_ids,
         num_new_tokens=step.counts,
@@ -74,6 +76,7 @@ def make_batch(step: Step, tables: Sequence[GroupTable], staging: Staging, paddi
         block_table=tuple(tensors[4::3]),
         slot_mapping=tuple(tensors[5::3]),
         step=step,
+        lease=lease,
     )
 
 
@@ -82,7 +85,9 @@ def batch_bytes(tables: Sequence[GroupTable], max_sequences: int, max_tokens: in
     per_sequence = 4 * (2 + sum(1 + table.width for table in tables))
     per_token = 8 * (1 + len(tables))
     num_arrays = 3 + 3 * len(tables)
-    return (max_sequences + 1) * per_sequence + max_tokens * per_token + num_arrays * ALIGNMENT_BYTES
+    # Padding gives every sequence a token, whatever the most tokens of a step are.
+    num_tokens = max(max_tokens, max_sequences)
+    return (max_sequences + 1) * per_sequence + num_tokens * per_token + num_arrays * ALIGNMENT_BYTES
 
 
 def gather_range(batch: Batch, table: GroupTable, start: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -92,16 +97,16 @@ def gather_range(batch: Batch, table: GroupTable, start: Any) -> tuple[npt.NDArr
     """
     step = batch.step
     ends = (step.starts + step.counts) // table.tokens_per_row
-    if start is not None:
-        starts = int_array("start", start)
-        if len(starts) != len(ends) or (starts < 0).any() or (starts > ends).any():
-            raise ValueError(
-                f"start: expected one row per sequence, at most its row_len {ends.tolist()}, got {starts.tolist()}"
-            )
-    elif table.window is not None:
-        starts = np.maximum(step.starts - table.window + 1, 0)
+    reach = np.zeros_like(ends) if table.window is None else np.maximum(step.starts - table.window + 1, 0)
+    if start is None:
+        starts = reach
     else:
-        starts = np.zeros_like(ends)
+        starts = int_array("start", start)
+        if len(starts) != len(ends) or (starts < reach).any() or (starts > ends).any():
+            raise ValueError(
+                f"start: expected one row per sequence, from the first in reach {reach.tolist()} "
+                f"to its row_len {ends.tolist()}, got {starts.tolist()}"
+            )
     padding = (0, batch.num_sequences - len(ends))
     return np.pad(starts, padding), np.pad(ends - starts, padding)
 

@@ -1,6 +1,6 @@
 """Books: which sequence holds which block, from open to release. Host only, whole batches, no bytes and no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -27,9 +27,13 @@ class Step:
     rows: Rows
     starts: Counts
     counts: Counts
-    positions: Counts
+    order: Counts  # how many batches of each sequence come before it
     new_blocks: list[Ids]
     committed: bool = False
+
+    def positions(self) -> Counts:
+        """The position of every new token in its sequence, flat."""
+        return _positions(self.starts, self.counts)
 
 
 class Books:
@@ -52,7 +56,7 @@ class Books:
         self.tables = [self._table(group) for group in range(len(plan.groups))]
         self.unfinished: dict[int, Step] = {}
         self.fences: list[tuple[int, Ids]] = []  # (serial of the last step that may touch the blocks, blocks)
-        self._num_unfinished = np.zeros(max_sequences, np.int64)
+        self.num_unfinished = np.zeros(max_sequences, np.int64)
         self._next_serial = 0
         self._unit = lcm(*(group.block_size for group in plan.groups))
         self._index = self._make_index()
@@ -63,6 +67,8 @@ class Books:
 
     def open(self, token_arrays: Sequence[Any]) -> tuple[Rows, Counts]:
         """Opens one sequence per prompt. Returns: their rows, and the tokens each found in the prefix index."""
+        if not isinstance(token_arrays, Iterable) or isinstance(token_arrays, str | bytes):
+            raise ValueError(f"token_arrays: expected a sequence of prompts, got {token_arrays!r}")
         prompts = [self._prompt(index, tokens) for index, tokens in enumerate(token_arrays)]
         if len(prompts) > self.sequences.num_free:
             raise SequenceError(
@@ -72,27 +78,35 @@ class Books:
         if self._index is not None:
             self._update_index(self._index)
         rows = self.sequences.open(len(prompts))
-        self._num_unfinished[rows] = 0
+        self.num_unfinished[rows] = 0
         if self._index is not None:
             for row, prompt in zip(rows.tolist(), prompts, strict=True):
                 self._attach_prefix(self._index, row, prompt)
         return rows, self.sequences.committed[rows]
+
+    def resolve(self, seq_ids: Any, num_new_tokens: Any) -> tuple[Rows, Counts]:
+        """The rows and counts that `extend` would take for these arguments. Raises: as `extend` for either."""
+        _, rows = self.sequences.resolve(seq_ids)
+        return rows, self._counts("num_new_tokens", num_new_tokens, len(rows))
 
     def extend(self, seq_ids: Any, num_new_tokens: Any) -> Step:
         """Reserves rows for the next tokens of each sequence, for all of them or for none."""
         ids, rows = self.sequences.resolve(seq_ids)
         counts = self._counts("num_new_tokens", num_new_tokens, len(rows))
         starts = self.sequences.length[rows]
+        self._check_extend(ids, rows, starts, counts)
         ends = starts + counts
-        self._check_extend(ids, rows, counts, ends)
+        order = self.sequences.num_commits[rows] + self.sequences.in_flight[rows]
         missing = [table.missing(rows, ends) for table in self.tables]
         new_blocks = self.allocator.take([int(count.sum()) for count in missing])
         for table, count, blocks in zip(self.tables, missing, new_blocks, strict=True):
             table.append(rows, count, blocks)
         self.sequences.length[rows] = ends
         self.sequences.in_flight[rows] += 1
-        self._num_unfinished[rows] += 1
-        step = Step(self._next_serial, ids, rows, starts, counts, _positions(starts, counts), new_blocks)
+        self.num_unfinished[rows] += 1
+        for array in (ids, counts):
+            array.setflags(write=False)  # a batch shows them to the engine
+        step = Step(self._next_serial, ids, rows, starts, counts, order, new_blocks)
         self.unfinished[step.serial] = step
         self._next_serial += 1
         return step
@@ -100,14 +114,14 @@ class Books:
     def commit(self, step: Step, token_ids: Any, num_committed: Any = None, finish: bool = True) -> None:
         """Confirms written rows; see `KVStore.commit`."""
         self.expect_uncommitted(step)
-        rows, starts, counts, positions = step.rows, step.starts, step.counts, step.positions
+        rows, starts, counts, order = step.rows, step.starts, step.counts, step.order
         if num_committed is not None:
             counts = self._counts("num_committed", num_committed, len(rows))
             if (counts > step.counts).any():
                 raise ValueError(
                     f"num_committed: expected at most the extended {step.counts.tolist()}, got {counts.tolist()}"
                 )
-            positions = _positions(starts, counts)
+        positions = _positions(starts, counts)
         tokens = token_array("token_ids", token_ids)
         if len(tokens) != len(positions):
             raise ValueError(f"token_ids: expected {len(positions)} tokens, got {len(tokens)}")
@@ -115,9 +129,9 @@ class Books:
         if not alive.all():
             kept = np.repeat(alive, counts)
             tokens, positions = tokens[kept], positions[kept]
-            rows, starts, counts = rows[alive], starts[alive], counts[alive]
+            rows, starts, counts, order = rows[alive], starts[alive], counts[alive], order[alive]
         withdrawn = counts < (step.counts if alive.all() else step.counts[alive])
-        self._check_commit(rows, starts, withdrawn)
+        self._check_commit(rows, order, withdrawn)
 
         ends = starts + counts
         if self._index is not None:
@@ -125,6 +139,7 @@ class Books:
         self.sequences.committed[rows] = ends
         self.sequences.length[rows[withdrawn]] = ends[withdrawn]
         self.sequences.in_flight[rows] -= 1
+        self.sequences.num_commits[rows] += 1
         step.committed = True
         if finish:
             self.finish(step)
@@ -140,7 +155,7 @@ class Books:
         if not step.committed:
             raise ValueError("batch: expected a committed batch, got one that is not committed yet")
         del self.unfinished[step.serial]
-        self._num_unfinished[step.rows[self.sequences.alive(step.seq_ids, step.rows)]] -= 1
+        self.num_unfinished[step.rows[self.sequences.alive(step.seq_ids, step.rows)]] -= 1
         due = [ids for serial, ids in self.fences if serial < self._oldest_unfinished()]
         self.fences = [(serial, ids) for serial, ids in self.fences if serial >= self._oldest_unfinished()]
         for ids in due:
@@ -154,7 +169,7 @@ class Books:
                 self._update_index_of(self._index, row)
                 self._cursors[row] = self._index.root
                 self._indexed_units[row] = 0
-            touched = self._num_unfinished[row] > 0
+            touched = self.num_unfinished[row] > 0
             for table in self.tables:
                 ids = table.held(row)[::-1]  # the tail first: without its head a prefix is worth nothing
                 if touched:
@@ -246,6 +261,11 @@ class Books:
 
     def _table(self, group_index: int) -> GroupTable:
         group = self.plan.groups[group_index]
+        if self.plan.blocks_per_frame[group_index] != 1:
+            raise ValueError(
+                f"plan: group {group.name!r}: expected one block per frame, "
+                f"got {self.plan.blocks_per_frame[group_index]}"
+            )
         rows_per_block = {spec.rows_per_block for spec in group.layers.values()}
         if len(rows_per_block) != 1:
             raise ValueError(
@@ -275,19 +295,21 @@ class Books:
             raise ValueError(f"{name}: expected counts >= 0, got {array.min()}")
         return array
 
-    def _check_extend(self, ids: npt.NDArray[np.int64], rows: Rows, counts: Counts, ends: Counts) -> None:
+    def _check_extend(self, ids: npt.NDArray[np.int64], rows: Rows, starts: Counts, counts: Counts) -> None:
         if not rows.size:
             return
+        # One count at a time before their sum, which could leave int64.
+        if counts.max() > self.max_tokens_per_step or counts.sum() > self.max_tokens_per_step:
+            raise ValueError(
+                f"num_new_tokens: expected at most {self.max_tokens_per_step} in all (max_tokens_per_step), "
+                f"got {sum(counts.tolist())}"
+            )
+        ends = starts + counts
         if ends.max() > self.max_length:
             worst = int(ends.argmax())
             raise ValueError(
                 f"num_new_tokens: expected sequences of at most {self.max_length} tokens (max_length), "
                 f"got {ends[worst]} for sequence {ids[worst]}"
-            )
-        if counts.sum() > self.max_tokens_per_step:
-            raise ValueError(
-                f"num_new_tokens: expected at most {self.max_tokens_per_step} in all (max_tokens_per_step), "
-                f"got {counts.sum()}"
             )
         in_flight = self.sequences.in_flight[rows]
         if in_flight.max() >= self.max_in_flight:
@@ -296,8 +318,8 @@ class Books:
                 f"(max_in_flight), got {in_flight.max()} of sequence {ids[int(in_flight.argmax())]}"
             )
 
-    def _check_commit(self, rows: Rows, starts: Counts, withdrawn: npt.NDArray[np.bool_]) -> None:
-        if not np.array_equal(self.sequences.committed[rows], starts):
+    def _check_commit(self, rows: Rows, order: Counts, withdrawn: npt.NDArray[np.bool_]) -> None:
+        if not np.array_equal(self.sequences.num_commits[rows], order):
             raise ValueError("batch: expected the earliest uncommitted batch of its sequences, got a later one")
         if (withdrawn & (self.sequences.in_flight[rows] > 1)).any():
             raise ValueError("num_committed: expected all tokens of a sequence that has a later batch in flight")

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: list[str]) -> int:
-    """The demo needs transformers and gguf; they are imported only here."""
+    """Imported only here: planning does without the demo."""
     try:
         run = import_module("kvstore.demo.run")
     except ModuleNotFoundError as error:

@@ -69,17 +69,21 @@ def check_layers(owner: str, layers: object) -> None:
 
 
 def group_layers(specs: Mapping[str, LayerSpec], grouping: str = "auto") -> list[CacheGroup]:
-    """Groups of layers with equal block size and retention ("uniform", which "auto" chooses), in layer order.
+    """Groups of layers with equal block size, rows per block and retention ("uniform", as "auto"), in layer order.
 
     Raises: PlanError for an unknown grouping, or specs that are no mapping of names to LayerSpecs.
     """
     if grouping not in GROUPINGS:
         raise PlanError(f"grouping: expected one of {', '.join(GROUPINGS)}, got {grouping!r}")
     check_layers("group_layers", specs)
-    alike: dict[tuple[int, Retention], dict[str, LayerSpec]] = {}
+    alike: dict[tuple[int, int, Retention], dict[str, LayerSpec]] = {}
     for layer, spec in specs.items():
-        alike.setdefault((spec.block_size, spec.retention), {})[layer] = spec
-    return [CacheGroup(_name(*key), layers, *key) for key, layers in alike.items()]
+        alike.setdefault((spec.block_size, spec.tokens_per_row, spec.retention), {})[layer] = spec
+    return [
+        CacheGroup(_name(*key), layers, block_size, retention)
+        for key, layers in alike.items()
+        for block_size, _, retention in [key]
+    ]
 
 
 def check_groups(groups: Sequence[CacheGroup]) -> None:
@@ -100,6 +104,6 @@ def check_groups(groups: Sequence[CacheGroup]) -> None:
             owners[layer] = group.name
 
 
-def _name(block_size: int, retention: Retention) -> str:
+def _name(block_size: int, tokens_per_row: int, retention: Retention) -> str:
     reach = "full" if retention.window is None else f"window{retention.window}"
-    return f"{reach}_b{block_size}"
+    return f"{reach}_b{block_size}" + (f"_t{tokens_per_row}" if tokens_per_row > 1 else "")

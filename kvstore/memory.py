@@ -10,7 +10,7 @@ UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for binary in ("i", "")
 }
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)")
+_AMOUNT = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) ?([A-Za-z]+)")
 
 
 def parse_memory(memory: int | str) -> int:

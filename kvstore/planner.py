@@ -105,6 +105,10 @@ class CachePlan:
         plan_int("frame_bytes", self.frame_bytes, 1 if self.groups else 0)
         if self.layout not in LAYOUTS[1:]:
             raise PlanError(f"layout: expected one of {', '.join(LAYOUTS[1:])}, got {self.layout!r}")
+        if set(self.blocks_per_frame) - {1}:
+            raise PlanError(
+                f"blocks_per_frame: expected 1 for every group in the layout 'buckets', got {self.blocks_per_frame}"
+            )
         prove_placement(
             self.groups,
             self.layer_slots,

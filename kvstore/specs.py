@@ -7,10 +7,14 @@ from typing import Any
 import torch
 
 from kvstore.errors import PlanError, plan_int
-from kvstore_kernels.formats import ALIGNMENT_BYTES, RowFormat, kv_format, latent_format
+from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, RowFormat, dtype_name, kv_format, latent_format
 
 KINDS = ("full", "sliding_window", "latent")
 """full: K and V of every token. sliding_window: of the last `window` tokens. latent: one MLA row of every token."""
+
+
+MAX_WINDOW = 2**31 - 1
+"""Kernels take a window as int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Retention:
             if self.window is not None:
                 raise PlanError(f"Retention 'full': window: expected None, got {self.window!r}")
         elif self.kind == "sliding_window":
-            plan_int("Retention 'sliding_window': window", self.window, 1)
+            plan_int("Retention 'sliding_window': window", self.window, 1, MAX_WINDOW)
         else:
             raise PlanError(f"Retention: kind: expected 'full' or 'sliding_window', got {self.kind!r}")
 
@@ -66,7 +70,11 @@ class LayerSpec:
                 f"got {self.tokens_per_row}"
             )
         if self.kind == "sliding_window":
-            plan_int(f"{name}: window", self.window, 1)
+            plan_int(f"{name}: window", self.window, 1, MAX_WINDOW)
+            if self.tokens_per_row != 1:
+                raise PlanError(f"{name}: tokens_per_row: expected 1 beside a window, got {self.tokens_per_row}")
+            if self.format.value_dim is not None:
+                raise PlanError(f"{name}: format: expected rows of K and V, got {self.format.name!r}, a latent row")
         elif self.window is not None:
             raise PlanError(f"{name}: window: only sliding_window layers have one, got {self.window!r}")
         if self.kind == "latent" and self.format.value_dim is None:
@@ -181,4 +189,7 @@ def _checked_format(make: Any, *args: Any, **kwargs: Any) -> RowFormat:
         made: RowFormat = make(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from error
+    if made.parts[0].dtype not in ROW_DTYPES:
+        known = ", ".join(map(dtype_name, ROW_DTYPES))
+        raise PlanError(f"dtype: expected one of {known}, got {dtype_name(made.parts[0].dtype)}")
     return made

@@ -15,6 +15,7 @@ from kvstore.batch import Batch, batch_bytes, gather_range, make_batch
 from kvstore.books import Books, Step
 from kvstore.planner import CachePlan
 from kvstore.staging import Staging
+from kvstore.tables import Counts, Rows
 from kvstore_kernels import PageView
 from kvstore_kernels.checks import expect_int
 
@@ -48,7 +49,7 @@ class KVStore:
 
     A sequence is opened with its prompt, extended step by step (rows are reserved), written and read layer by layer,
     and committed (the rows are confirmed written). Calls take whole batches; a failed call changes nothing. One
-    thread uses a store.
+    thread uses a store. Handles are equal in every store that sees the same calls, so a store cannot tell another's.
 
     Args:
         plan: from `plan_cache`.
@@ -85,10 +86,10 @@ class KVStore:
         }
         for name, value in limits.items():
             expect_int(name, value, 1, 2**31 - 1)
-        if not isinstance(zero_new, bool) and zero_new != "auto":
+        if not isinstance(zero_new, bool) and not (isinstance(zero_new, str) and zero_new == "auto"):
             raise ValueError(f"zero_new: expected True, False or 'auto', got {zero_new!r}")
         self.plan = plan
-        self.device = torch.device("cpu" if device is None else device)
+        self.device = _checked_device("cpu" if device is None else device)
         self._backend = kernels.resolve_backend(backend, self.device)
         self._books = Books(plan, **limits)
         self._arena = None if device is None else Arena(plan, self.device)
@@ -128,7 +129,7 @@ class KVStore:
             batches; ValueError for counts, and lengths over max_length or max_tokens_per_step; OutOfBlocks.
         """
         if pad_to is not None:
-            self._check_padding(pad_to, seq_ids, num_new_tokens)
+            self._check_padding(pad_to, *self._books.resolve(seq_ids, num_new_tokens))
         step = self._books.extend(seq_ids, num_new_tokens)
         self._zero(step)
         return make_batch(step, self._books.tables, self._staging, 0 if pad_to is None else pad_to - len(step.rows))
@@ -149,6 +150,8 @@ class KVStore:
             in [0, 2**31).
         """
         self._books.commit(_step_of(batch), token_ids, num_committed, finish)
+        if finish:
+            self._staging.give_back(batch.lease)
 
     def finish(self, batch: Batch) -> None:
         """Says that the device has run a committed batch: blocks that were fenced for it can be handed out again.
@@ -156,6 +159,7 @@ class KVStore:
         Raises: ValueError for a batch that is foreign, finished already, or not committed.
         """
         self._books.finish(_step_of(batch))
+        self._staging.give_back(batch.lease)
 
     def release(self, seq_ids: Any) -> None:
         """Closes sequences. Their full committed blocks stay hittable until they are evicted, the others are free.
@@ -178,6 +182,9 @@ class KVStore:
         """
         view, group = self._layer(layer, batch)
         self._books.expect_uncommitted(batch.step)
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.ndim and part.shape[0] != batch.num_tokens:
+                raise ValueError(f"parts: expected {batch.num_tokens} rows, one per token, got {part.shape[0]}")
         kernels.write_rows(view, batch.slot_mapping[group], *parts, backend=self._backend)
 
     def gather(
@@ -190,8 +197,8 @@ class KVStore:
         """Copies the rows of every sequence of the batch, packed one behind the other: one tensor per format part.
 
         Args:
-            start: per sequence the first row to fetch; None: 0, or in a window group the first row that the batch's
-                first new token can reach (`gather_starts` tells which).
+            start: per sequence the first row to fetch, not before the default. None: 0, or in a window group the
+                first row that the batch's first new token can reach (`gather_starts` tells which).
             out: tensors to write to.
 
         Returns: tensors [num_rows, num_heads, head_dim]; sequence i has row_lens[i] - start[i] rows.
@@ -335,10 +342,10 @@ class KVStore:
             )
         return view, group
 
-    def _check_padding(self, pad_to: int, seq_ids: Any, num_new_tokens: Any) -> None:
-        if (np.asarray(num_new_tokens) != 1).any():
-            raise ValueError(f"pad_to: expected a batch with one new token per sequence, got {num_new_tokens}")
-        expect_int("pad_to", pad_to, len(seq_ids), max(self._books.sequences.max_sequences, len(seq_ids)))
+    def _check_padding(self, pad_to: int, rows: Rows, counts: Counts) -> None:
+        if (counts != 1).any():
+            raise ValueError(f"pad_to: expected a batch with one new token per sequence, got {counts.tolist()}")
+        expect_int("pad_to", pad_to, len(rows), max(self._books.sequences.max_sequences, len(rows)))
 
     def _layers_to_zero(self, zero_new: bool | str) -> list[str]:
         if self._arena is None or zero_new is False:
@@ -358,6 +365,21 @@ class KVStore:
             blocks = ids[self._group_of[layer]]
             if blocks.numel():
                 self._arena.zero_blocks(layer, blocks)
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        checked = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}") from None
+    if checked.type == "cuda":
+        num_devices = torch.cuda.device_count()
+        if not num_devices or (checked.index or 0) >= num_devices:
+            raise ValueError(f"device: expected one that torch sees ({num_devices} CUDA devices), got {str(checked)!r}")
+        return torch.device("cuda", torch.cuda.current_device() if checked.index is None else checked.index)
+    if checked.type != "cpu":
+        raise ValueError(f"device: expected 'cpu', a CUDA device or None, got {str(checked)!r}")
+    return checked
 
 
 def _step_of(batch: Batch) -> Step:

@@ -29,7 +29,7 @@ def int_array(name: str, values: Any) -> npt.NDArray[np.int64]:
         )
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: expected integers below 2**63, got {array.max()}")
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64)  # a copy: what the caller does to theirs later must not reach the books
 
 
 def ragged_arange(counts: Counts) -> Counts:
@@ -51,6 +51,7 @@ class SequenceRows:
         self.length = np.zeros(max_sequences, np.int64)  # tokens with reserved rows
         self.committed = np.zeros(max_sequences, np.int64)  # tokens whose rows are confirmed written
         self.in_flight = np.zeros(max_sequences, np.int64)  # batches extended and not committed
+        self.num_commits = np.zeros(max_sequences, np.int64)
         self._free = np.arange(max_sequences - 1, -1, -1)
         self._num_free = max_sequences
         self._position = np.zeros(max_sequences, np.int64)  # scratch of the search for repeated handles
@@ -60,12 +61,17 @@ class SequenceRows:
         """Sequences that can still be opened."""
         return self._num_free
 
+    @property
+    def free(self) -> Rows:
+        """The rows of no sequence."""
+        return self._free[: self._num_free]
+
     def open(self, count: int) -> Rows:
         """Takes `count` rows; the caller has checked that there are so many."""
         rows = self._free[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
         self.is_open[rows] = True
-        self.length[rows] = self.committed[rows] = self.in_flight[rows] = 0
+        self.length[rows] = self.committed[rows] = self.in_flight[rows] = self.num_commits[rows] = 0
         return rows
 
     def close(self, rows: Rows) -> None:

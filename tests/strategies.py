@@ -37,9 +37,9 @@ def padded_group(name, pages, block_size=16, window=None):
 @st.composite
 def layer_specs(draw: st.DrawFn, block_size: int, window: int | None) -> LayerSpec:
     """A spec of that block size and window; some cover two tokens a row, some have padded pages."""
-    row_format = draw(row_formats)
+    row_format = draw(row_formats.filter(lambda rows: rows.value_dim is None) if window else row_formats)
     kind = "sliding_window" if window else "full" if row_format.value_dim is None else "latent"
-    tokens_per_row = draw(st.sampled_from([1, 2])) if block_size % 2 == 0 else 1
+    tokens_per_row = draw(st.sampled_from([1, 2])) if block_size % 2 == 0 and not window else 1
     needed = row_format.page_bytes(block_size // tokens_per_row)
     padded = draw(st.none() | st.sampled_from([needed, needed + 16, 2 * needed]))
     return LayerSpec(kind, block_size, row_format, tokens_per_row, window, padded)

@@ -6,7 +6,8 @@ import pytest
 
 from kvstore.errors import PlanError
 from kvstore.groups import CacheGroup, check_groups, group_layers
-from kvstore.specs import Retention, full_attention, latent, sliding_window
+from kvstore.specs import LayerSpec, Retention, full_attention, latent, sliding_window
+from kvstore_kernels.formats import kv_format
 
 FULL = Retention("full")
 
@@ -85,3 +86,12 @@ A = {"a": full_attention(2, 64)}
 def test_a_group_that_cannot_be_is_refused(make, message):
     with pytest.raises(PlanError, match=re.escape(message)):
         make()
+
+
+def test_layers_with_other_rows_per_block_are_a_group_of_their_own():
+    rows = kv_format(1, 8)
+    specs = {"a": LayerSpec("full", 8, rows), "b": LayerSpec("full", 8, rows, tokens_per_row=4)}
+    assert [(group.name, list(group.layers)) for group in group_layers(specs)] == [
+        ("full_b8", ["a"]),
+        ("full_b8_t4", ["b"]),
+    ]

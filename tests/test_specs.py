@@ -75,7 +75,23 @@ ROWS = kv_format(2, 64)
         (lambda: LayerSpec("full", 16, ROWS, 3), "tokens_per_row: expected a divisor of the block size 16, got 3"),
         (lambda: LayerSpec("full", 16, ROWS, window=4), "window: only sliding_window layers have one, got 4"),
         (lambda: LayerSpec("sliding_window", 16, ROWS), "window: expected an integer, got None"),
-        (lambda: sliding_window(2, 64, window=0), "window: expected an integer >= 1, got 0"),
+        (lambda: sliding_window(2, 64, window=0), "window: expected an integer in [1, 2147483647], got 0"),
+        (
+            lambda: sliding_window(2, 64, window=2**31),
+            "window: expected an integer in [1, 2147483647], got 2147483648",
+        ),
+        (
+            lambda: LayerSpec("sliding_window", 4, ROWS, tokens_per_row=2, window=8),
+            "tokens_per_row: expected 1 beside a window, got 2",
+        ),
+        (
+            lambda: LayerSpec("sliding_window", 4, latent(24, 16).format, window=8),
+            "format: expected rows of K and V, got 'latent', a latent row",
+        ),
+        (
+            lambda: full_attention(2, 64, dtype=torch.float64),
+            "dtype: expected one of bfloat16, float16, float32, got float64",
+        ),
         (lambda: LayerSpec("latent", 64, ROWS), "format: expected one with a value_dim, got 'kv' without"),
         (lambda: latent(512, 576), "value_dim: expected an integer in [1, 512], got 576"),
         (lambda: full_attention(0, 64), "num_heads: expected an integer >= 1, got 0"),

@@ -46,7 +46,7 @@ def _read_file(path: Path) -> Fields:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"config: cannot read {str(file)!r}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"config: expected JSON in {str(file)!r}: {error}") from error
     if not isinstance(fields, dict):
         raise PlanError(f"config: expected a JSON object in {str(file)!r}, got {type(fields).__name__}")

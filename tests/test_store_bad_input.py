@@ -1,0 +1,293 @@
+"""KVStore: calls that are refused, in words, and change nothing."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from store_cases import LAYER, make_hybrid, make_store, prefill, rows_for
+
+import kvstore
+from kvstore import KVStore, SequenceError
+from kvstore_kernels import RowFormat, RowPart
+
+
+def bad_extend(**changes: Any) -> Callable[[KVStore, np.ndarray], Any]:
+    return lambda store, seq_ids: store.extend(**{"seq_ids": seq_ids, "num_new_tokens": 1, **changes})
+
+
+BAD_CALLS: dict[str, tuple[Callable[[KVStore, np.ndarray], Any], type[Exception], str]] = {
+    "empty prompt": (lambda s, i: s.open([[]]), ValueError, r"token_arrays\[0\]: expected 1 to 64 tokens .*, got 0"),
+    "long prompt": (
+        lambda s, i: s.open([[1], range(65)]),
+        ValueError,
+        r"token_arrays\[1\]: expected 1 to 64 .* got 65",
+    ),
+    "float tokens": (lambda s, i: s.open([[1.5]]), ValueError, r"token_arrays\[0\]: expected a flat array of integers"),
+    "bool tokens": (lambda s, i: s.open([[True]]), ValueError, "expected a flat array of integers, .* dtype bool"),
+    "text tokens": (lambda s, i: s.open(["abc"]), ValueError, "expected a flat array of integers"),
+    "nested tokens": (lambda s, i: s.open([[[1, 2]]]), ValueError, r"integers, got shape \[1, 2\]"),
+    "ragged tokens": (lambda s, i: s.open([[[1], [2, 3]]]), ValueError, "expected a flat array of integers"),
+    "negative token": (lambda s, i: s.open([[1, -1]]), ValueError, r"token ids in \[0, 2147483647\], got -1"),
+    "huge token": (lambda s, i: s.open([[2**31]]), ValueError, r"token ids in \[0, 2147483647\], got 2147483648"),
+    "huger token": (lambda s, i: s.open([[2**63]]), ValueError, r"expected integers below 2\*\*63"),
+    "too many": (lambda s, i: s.open([[1]] * 7), SequenceError, r"at most 6 more sequences \(max_sequences 8\), got 7"),
+    "unknown": (bad_extend(seq_ids=[12345]), SequenceError, "expected handles from open.*, got 12345"),
+    "negative handle": (bad_extend(seq_ids=[-1]), SequenceError, "expected handles from open.*, got -1"),
+    "future handle": (bad_extend(seq_ids=[(99 << 32) | 1]), SequenceError, "which was never given out"),
+    "float handle": (bad_extend(seq_ids=[1.0]), ValueError, "seq_ids: expected a flat array of integers"),
+    "repeated": (
+        lambda s, i: s.extend([i[0], i[1], i[0]], 1),
+        SequenceError,
+        "expected each sequence once, got .* twice",
+    ),
+    "too many tokens": (
+        lambda s, i: s.extend(i, [15, 14]),
+        ValueError,
+        r"at most 20 in all \(max_tokens_per_step\), got 29",
+    ),
+    "negative count": (bad_extend(num_new_tokens=[1, -2]), ValueError, "num_new_tokens: expected counts >= 0, got -2"),
+    "counts short": (bad_extend(num_new_tokens=[1]), ValueError, "expected one count per sequence, 2 in all, got 1"),
+    "bool count": (bad_extend(num_new_tokens=True), ValueError, "num_new_tokens: expected a flat array of integers"),
+    "small pad": (bad_extend(pad_to=1), ValueError, r"pad_to: expected an integer in \[2, 8\], got 1"),
+    "large pad": (bad_extend(pad_to=9), ValueError, r"pad_to: expected an integer in \[2, 8\], got 9"),
+    "padded prefill": (
+        bad_extend(pad_to=4, num_new_tokens=[1, 2]),
+        ValueError,
+        "pad_to: expected a batch with one new",
+    ),
+    "release twice": (lambda s, i: s.release([i[0], i[0]]), SequenceError, "expected each sequence once"),
+    "release unknown": (
+        lambda s, i: s.release([3]),
+        SequenceError,
+        "expected open sequences, got 3, which was never given out",
+    ),
+    "no prompts": (lambda s, i: s.open(5), ValueError, "token_arrays: expected a sequence of prompts, got 5"),
+    "text for prompts": (lambda s, i: s.open("ab"), ValueError, "token_arrays: expected a sequence of prompts"),
+    "overflow": (
+        lambda s, i: s.extend(i, [2**63 - 1, 1]),
+        ValueError,
+        r"num_new_tokens: expected at most 20 in all \(max_tokens_per_step\), got 9223372036854775808",
+    ),
+    "no handles": (bad_extend(seq_ids=5, pad_to=4), ValueError, "seq_ids: expected a flat array of integers"),
+    "ragged padded": (
+        bad_extend(num_new_tokens=[1, [2]], pad_to=4),
+        ValueError,
+        "num_new_tokens: expected a flat array",
+    ),
+    "no batch": (lambda s, i: s.commit("batch", [1]), TypeError, "batch: expected a Batch from extend.*, got str"),
+    "unknown layer": (
+        lambda s, i: s.page_view("layers.9.attn"),
+        ValueError,
+        r"layer: expected a layer of the plan \(layers",
+    ),
+    "no layer": (lambda s, i: s.page_view(["k"]), ValueError, "layer: expected a layer of the plan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_are_refused_by_name_and_change_nothing(name: str) -> None:
+    call, error, message = BAD_CALLS[name]
+    store = make_store(max_tokens_per_step=20)
+    seq_ids = prefill(store, range(6), range(30, 35))
+    before = store.stats(), store._books.sequences.length.copy(), store._books.tables[0].table.copy()
+    with pytest.raises(error, match=message):
+        call(store, seq_ids)
+    store.check()
+    assert store.stats() == before[0]
+    assert np.array_equal(store._books.sequences.length, before[1])
+    assert np.array_equal(store._books.tables[0].table, before[2])
+
+
+BAD_COMMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "few tokens": ({"token_ids": [1]}, "token_ids: expected 4 tokens, got 1"),
+    "many tokens": ({"token_ids": range(5)}, "token_ids: expected 4 tokens, got 5"),
+    "float tokens": ({"token_ids": [1.0] * 4}, "token_ids: expected a flat array of integers"),
+    "negative token": ({"token_ids": [1, 2, 3, -4]}, "token_ids: expected token ids in"),
+    "more than extended": (
+        {"token_ids": range(5), "num_committed": [3, 2]},
+        r"at most the extended \[2, 2\], got \[3, 2\]",
+    ),
+    "negative committed": ({"token_ids": [], "num_committed": [-1, 1]}, "num_committed: expected counts >= 0, got -1"),
+    "short committed": ({"token_ids": [1], "num_committed": [1]}, "num_committed: expected one count per sequence"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMMITS)
+def test_bad_commits_are_refused_and_change_nothing(name: str) -> None:
+    arguments, message = BAD_COMMITS[name]
+    store = make_store()
+    batch = store.extend(store.open([range(6), range(30, 35)]).seq_ids, 2)
+    with pytest.raises(ValueError, match=message):
+        store.commit(batch, **arguments)
+    assert store._books.sequences.committed.sum() == 0
+    store.commit(batch, range(4))
+    store.check()
+
+
+def test_a_committed_or_foreign_batch_is_refused() -> None:
+    store, other = make_store(), make_store()
+    batch = store.extend(store.open([range(4)]).seq_ids, 4)
+    with pytest.raises(ValueError, match="expected an unfinished batch of this store, got a finished or a foreign one"):
+        other.commit(batch, range(4))
+    store.commit(batch, range(4), finish=False)
+    with pytest.raises(ValueError, match="expected a batch that is not committed, got a committed one"):
+        store.commit(batch, range(4))
+    with pytest.raises(ValueError, match="expected a batch that is not committed"):
+        store.write(LAYER, batch, rows_for(range(4)), rows_for(range(4)))
+    store.finish(batch)
+    with pytest.raises(ValueError, match="expected an unfinished batch of this store"):
+        store.gather(LAYER, batch)
+
+
+def test_a_released_sequence_is_refused() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(4))
+    store.release(seq_ids)
+    for call in (lambda: store.extend(seq_ids, 1), lambda: store.release(seq_ids)):
+        with pytest.raises(SequenceError, match=f"expected open sequences, got {seq_ids[0]}, which was released"):
+            call()
+    reused = store.open([range(4)]).seq_ids
+    assert reused[0] != seq_ids[0]
+    with pytest.raises(SequenceError, match="which was released"):
+        store.extend(seq_ids, 1)
+
+
+def test_decode_wants_one_token_per_sequence() -> None:
+    store = make_store()
+    batch = store.extend(store.open([range(4)]).seq_ids, 4)
+    with pytest.raises(ValueError, match="expected one new token per sequence, got 4 tokens of 1 sequences"):
+        store.gqa_decode(LAYER, batch, torch.zeros(1, 2, 8))
+
+
+@pytest.mark.parametrize("start", [[-1], [5], [0, 0], [0.5]])
+def test_a_gather_start_outside_the_sequence_is_refused(start: Any) -> None:
+    store = make_store()
+    batch = store.extend(store.open([range(4)]).seq_ids, 4)
+    with pytest.raises(ValueError, match="start: expected"):
+        store.gather(LAYER, batch, start=start)
+    assert store.gather(LAYER, batch, start=[4])[0].shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"plan": "plan"}, TypeError, "plan: expected a CachePlan, got str"),
+        ({"max_sequences": 0}, ValueError, r"max_sequences: expected an integer in \[1, .*, got 0"),
+        ({"max_length": -1}, ValueError, "max_length: expected an integer"),
+        ({"max_tokens_per_step": 1.5}, TypeError, "max_tokens_per_step: expected an integer, got 1.5"),
+        ({"max_in_flight": True}, TypeError, "max_in_flight: expected an integer"),
+        ({"zero_new": "yes"}, ValueError, "zero_new: expected True, False or 'auto', got 'yes'"),
+        ({"backend": "cuda"}, ValueError, "backend: expected one of triton, reference or None, got 'cuda'"),
+        ({"device": "tpu"}, ValueError, "device: expected a torch device such as 'cpu' or 'cuda', got 'tpu'"),
+        ({"device": "meta"}, ValueError, "device: expected 'cpu', a CUDA device or None, got 'meta'"),
+        (
+            {"device": "cuda:99"},
+            ValueError,
+            r"device: expected one that torch sees \(\d+ CUDA devices\), got 'cuda:99'",
+        ),
+    ],
+)
+def test_a_store_with_bad_limits_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    plan = kvstore.plan_cache({LAYER: kvstore.full_attention(1, 8)}, num_frames=8)
+    with pytest.raises(error, match=message):
+        KVStore(**{"plan": plan, "device": "cpu", **arguments})
+
+
+def test_batches_are_committed_in_order_even_when_one_has_no_tokens() -> None:
+    store = make_store()
+    seq_ids = store.open([[1, 2, 3]]).seq_ids
+    empty, full = store.extend(seq_ids, 0), store.extend(seq_ids, 3)
+    with pytest.raises(ValueError, match="expected the earliest uncommitted batch of its sequences, got a later one"):
+        store.commit(full, [1, 2, 3])
+    store.commit(empty, [])
+    store.commit(full, [1, 2, 3])
+    store.release(seq_ids)
+    store.check()
+    assert store.stats().fenced == 0
+
+
+def test_what_the_caller_does_to_its_arrays_later_does_not_reach_the_books() -> None:
+    store = make_store()
+    store.release(store.open([[1]]).seq_ids)
+    seq_ids, counts = store.open([[1, 2, 3], [4]]).seq_ids, np.array([3, 1])
+    batch = store.extend(seq_ids, counts)
+    seq_ids[:] = seq_ids[::-1].copy()
+    counts[:] = 1
+    batch.positions.zero_()
+    for array in (batch.seq_ids, batch.num_new_tokens):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+    store.commit(batch, [1, 2, 3, 4])
+    store.check()
+    assert sorted(store._books.sequences.committed.tolist())[-2:] == [1, 3]
+    assert store._books._tokens[batch.step.rows[0], :3].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_for_another_number_of_tokens_are_refused(rows: int) -> None:
+    store = make_store()
+    batch = store.extend(store.open([range(2)]).seq_ids, 2)
+    with pytest.raises(ValueError, match=f"parts: expected 2 rows, one per token, got {rows}"):
+        store.write(LAYER, batch, rows_for(range(rows)), rows_for(range(rows)))
+
+
+def test_rows_that_have_left_the_window_are_not_gathered() -> None:
+    store = make_hybrid(window=6)
+    seq_ids = prefill(store, range(16))
+    batch = store.extend(seq_ids, 1)
+    with pytest.raises(ValueError, match=r"start: expected one row per sequence, from the first in reach \[11\]"):
+        store.gather("layers.1.attn", batch, start=[10])
+
+
+def test_a_plan_with_several_blocks_per_frame_is_refused() -> None:
+    plan = kvstore.plan_cache({LAYER: kvstore.full_attention(1, 8)}, num_frames=8)
+    with pytest.raises(kvstore.PlanError, match="blocks_per_frame: expected 1 for every group in the layout 'buckets'"):
+        dataclasses.replace(plan, blocks_per_frame=(2,), fingerprint="")
+
+
+def test_a_layer_whose_rows_no_kernel_moves_is_refused() -> None:
+    rows = RowFormat("bytes", (RowPart("x", torch.uint8, 1, 16),), (16,))
+    plan = kvstore.plan_cache({LAYER: kvstore.LayerSpec("full", 4, rows)}, num_frames=4)
+    with pytest.raises(ValueError, match=r"plan: layer 'layers.0.attn': expected rows of .* got torch.uint8"):
+        KVStore(plan, "cpu")
+
+
+CORRUPTIONS: dict[str, Callable[[Any], None]] = {
+    "free row twice": lambda books: books.sequences._free.__setitem__(0, books.sequences._free[1]),
+    "batches in flight": lambda books: books.sequences.in_flight.__setitem__(0, 2),
+    "unfinished batches": lambda books: books.num_unfinished.__setitem__(0, -3),
+    "committed": lambda books: books.sequences.committed.__setitem__(0, -1),
+    "open flag": lambda books: books.sequences.is_open.__setitem__(0, False),
+    "generation of a row": lambda books: books.sequences.generation.__setitem__(5, 0),
+    "table entry": lambda books: books.tables[0].table.__setitem__((0, 0), 3),
+    "table entry out of range": lambda books: books.tables[0].table.__setitem__((0, 0), 9999),
+    "entry behind the blocks": lambda books: books.tables[0].table.__setitem__((0, 9), 2),
+    "reference": lambda books: books.allocator.references.__setitem__(1, 2),
+    "owner": lambda books: books.allocator.group.__setitem__(1, -1),
+    "fence": lambda books: books.allocator.fences.__setitem__(1, 1),
+    "forgotten batch": lambda books: books.unfinished.clear(),
+    "free block": lambda books: books.allocator._free.__setitem__(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_check_notices_a_corrupted_book(name: str) -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(6), range(30, 35))
+    store.extend(seq_ids, 1)
+    store.check()
+    CORRUPTIONS[name](store._books)
+    with pytest.raises(AssertionError):
+        store.check()
+
+
+def test_a_sequence_beyond_max_length_is_refused() -> None:
+    store = make_store()
+    seq_ids = prefill(store, range(6), range(30, 35))
+    with pytest.raises(ValueError, match=rf"at most 64 tokens \(max_length\), got 66 for sequence {seq_ids[0]}"):
+        store.extend(seq_ids, [60, 1])
+    store.commit(store.extend(seq_ids, [58, 1]), range(59))
+    store.check()
