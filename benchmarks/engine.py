@@ -23,6 +23,7 @@ from rich.table import Table
 from kvstore import KVStore, plan_cache
 from kvstore.demo.engine import Engine, Request
 from kvstore.demo.model import Llama
+from kvstore.demo.run import parse_count
 from kvstore.demo.weights import DemoError, LoadedModel, load
 
 MAX_RUNNING = 8
@@ -101,11 +102,11 @@ def measure(case: Case, engine: Engine, loaded: LoadedModel, rounds: int) -> dic
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0, or 1 when a text differs from transformers', 2 for a caller's mistake."""
-    parser = argparse.ArgumentParser(prog="benchmarks engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engine", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--quick", action="store_true", help="one short round, for a look; its figures mean little")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=parse_count, help="CPU threads (default: torch's)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
     options = parser.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)

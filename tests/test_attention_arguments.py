@@ -1,12 +1,15 @@
 """What gqa_decode and mla_decode refuse: both check the same arguments, and a refused call writes nothing."""
 
 from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from kvstore_kernels import RowFormat, RowPart, gqa_decode, kv_format, latent_format, mla_decode
-from tests.attention_oracle import paged_batch
+from tests.attention_oracle import expect_within_budget, paged_batch
 from tests.cases import BACKENDS
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -81,6 +84,11 @@ REFUSED = {
         "row_lens: expected a tensor on cpu, got one on meta",
     ),
     "scale": ({"softmax_scale": "small"}, "softmax_scale: expected a number, got 'small'"),
+    "scale-bool": ({"softmax_scale": True}, "softmax_scale: expected a number, got True"),
+    "scale-nan": ({"softmax_scale": float("nan")}, "softmax_scale: expected a finite fp32 number, got nan"),
+    "scale-inf": ({"softmax_scale": -float("inf")}, "softmax_scale: expected a finite fp32 number, got -inf"),
+    "scale-huge": ({"softmax_scale": 10**400}, "softmax_scale: expected a finite fp32 number, got 1000"),
+    "scale-fp64": ({"softmax_scale": 1e39}, r"softmax_scale: expected a finite fp32 number, got 1e\+39"),
     "splits": ({"num_splits": 0}, r"num_splits: expected an integer in \[1, 65535\], got 0"),
     "splits-many": ({"num_splits": 65536}, r"num_splits: expected an integer in \[1, 65535\], got 65536"),
     "splits-type": ({"num_splits": 1.5}, "num_splits: expected an integer, got 1.5 of type float"),
@@ -115,6 +123,54 @@ def test_the_arguments_that_are_not_changed_above_are_good(op: str, backend: str
     out, lse = call(op, backend)
     assert not (out == 7).any()
     assert not (lse == 7).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("number", [np.float32, np.float64, Fraction])
+def test_a_scale_is_any_real_number(op: str, backend: str, number: type) -> None:
+    for one, other in zip(call(op, backend, softmax_scale=number(0.125)), call(op, backend), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_table_without_rows_has_any_strides(op: str, backend: str) -> None:
+    changes = {
+        "block_table": torch.zeros(0, dtype=INT32).as_strided((0, 4), (0, 0)),
+        "q": torch.zeros(0, 4, 64).to(BF16),
+    }
+    call(op, backend, **changes, row_lens=torch.zeros(0, dtype=INT32), out=None, lse=None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_results_are_detached(op: str, backend: str, num_splits: int) -> None:
+    function, row_format = OPS[op]
+    batch = paged_batch(row_format, 16, (20, 33), 4)
+    q = batch.q.clone().requires_grad_()
+    read = partial(function, batch.view, batch.block_table, batch.row_lens, q, backend=backend)
+    plain = read(softmax_scale=0.125, num_splits=num_splits)
+    assert not any(result.requires_grad for result in plain)
+    out, lse = torch.zeros(2, 4, 48, dtype=BF16, requires_grad=True), torch.zeros(2, 4, requires_grad=True)
+    got = read(softmax_scale=0.125, num_splits=num_splits, out=out, lse=lse)
+    assert got[0] is out
+    assert got[1] is lse
+    assert out.is_leaf
+    assert torch.equal(out, plain[0])
+    assert torch.equal(lse, plain[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_whole_table_may_have_more_than_two_giga_rows(op: str, backend: str) -> None:
+    function, row_format = OPS[op]
+    batch = paged_batch(row_format, 1 << 16, (20,), 4)
+    table = torch.full((1, 1 << 15), -1, dtype=INT32)
+    table[0, 0] = batch.block_table[0, 0]
+    got = function(batch.view, table, batch.row_lens, batch.q, softmax_scale=0.125, num_splits=1, backend=backend)
+    expect_within_budget(got, batch.exact(0.125))
 
 
 def view_of(row_format: RowFormat) -> object:

@@ -1,10 +1,16 @@
 """The demo's engine: the same tokens as transformers, however the requests are batched, chunked and preempted."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks import __main__ as benchmarks
+from benchmarks import engine as engine_benchmark
 from kvstore import KVStore, OutOfBlocks, plan_cache
 from kvstore.demo import run, weights
 from kvstore.demo.engine import Engine, Request
@@ -66,6 +72,12 @@ def serve(reference, requests, *, num_frames=64, chunk=32, max_running=4, eos_to
     store.check()
     assert store.stats().in_use == 0
     return completions
+
+
+def engine_and_store(reference, max_sequences=4, max_tokens_per_step=32):
+    plan = plan_cache(reference.config, num_frames=64, kv_dtype="float32", block_size=16)
+    store = KVStore(plan, "cpu", max_sequences=max_sequences, max_length=128, max_tokens_per_step=max_tokens_per_step)
+    return Engine(Llama(reference, 128), store, max_running=4, chunk=32), store
 
 
 def greedy(prompts):
@@ -150,18 +162,116 @@ def test_samples_follow_the_softmax():
     assert sample(logits[:1], np.ones(1), np.array([1 - 2**-53])).tolist() == [2]
 
 
+@pytest.mark.parametrize("temperature", [1e-307, 5e-324, 1e-30])
+def test_tiny_temperature_is_greedy(temperature):
+    logits = torch.tensor([[3.0, 40.0, -torch.inf, 2.0]])
+    assert sample(logits, np.array([temperature]), np.array([0.99])).tolist() == [1]
+
+
+def test_infinite_temperature_draws_all_tokens_alike_but_those_ruled_out():
+    logits = torch.tensor([[3.0, -torch.inf, 40.0, -torch.inf]]).expand(3, 4)
+    assert sample(logits, np.full(3, np.inf), np.array([0.0, 0.49, 0.51])).tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [[0.0, np.nan, 1.0], [0.0, np.inf, 1.0], [-np.inf] * 3], ids=["nan", "inf", "-inf"])
+def test_logits_without_a_finite_largest_number_are_refused(bad, temperature):
+    logits = torch.tensor([[0.0, 1.0, 2.0], bad])
+    with pytest.raises(ValueError, match=r"logits: expected rows with a finite largest number, got .* in row 1"):
+        sample(logits, np.full(2, temperature), np.full(2, 0.5))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (([], 1), "prompt: expected at least one token id, got none"),
-        (([1], 0), "max_tokens: expected at least 1, got 0"),
+        ((7, 1), "prompt: expected a sequence of token ids, got 7"),
+        (({1, 2}, 1), r"prompt: expected a sequence of token ids, got \{1, 2\}"),
+        (([1, -2, 3], 2), r"prompt: expected integers in \[0, 2147483647\], got -2"),
+        (([1, 2**31], 2), r"prompt: expected integers in \[0, 2147483647\], got 2147483648"),
+        (([1.0], 2), r"prompt: expected integers in \[0, 2147483647\], got 1\.0"),
+        (("abc", 2), r"prompt: expected integers in \[0, 2147483647\], got 'a'"),
+        (([True], 2), r"prompt: expected integers in \[0, 2147483647\], got True"),
+        (([1], 0), "max_tokens: expected an integer >= 1, got 0"),
+        (([1], 2.5), r"max_tokens: expected an integer >= 1, got 2\.5"),
+        (([1], True), "max_tokens: expected an integer >= 1, got True"),
         (([1], 1, -0.5), "temperature: expected a number >= 0, got -0.5"),
         (([1], 1, float("nan")), "temperature: expected a number >= 0, got nan"),
+        (([1], 1, "0.5"), r"temperature: expected a number >= 0, got '0\.5'"),
+        (([1], 1, True), "temperature: expected a number >= 0, got True"),
+        (([1, 2], 2, 1.0, -1), "seed: expected an integer >= 0, got -1"),
+        (([1, 2], 2, 1.0, 0.5), r"seed: expected an integer >= 0, got 0\.5"),
     ],
 )
 def test_bad_request_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Request(*arguments)
+
+
+def test_prompt_changed_behind_the_request_leaves_the_engine_clean(reference):
+    engine, store = engine_and_store(reference)
+    request = Request([1, 2], 1)
+    request.prompt[1] = -2
+    for _ in range(5):
+        with pytest.raises(ValueError, match="expected token ids"):
+            engine.generate([request])
+    assert store.stats().open_sequences == 0
+    assert len(engine.generate([Request(np.array([1, 2]), 3)])[0].token_ids) == 3
+
+
+def test_token_outside_the_vocabulary_is_refused_and_changes_nothing(reference):
+    engine, store = engine_and_store(reference)
+    before = store.stats()
+    with pytest.raises(ValueError, match=r"requests\[1\]: expected token ids below .* vocab_size 97, got 97"):
+        engine.generate([Request([1], 1), Request([96, 97, 3], 1)])
+    assert store.stats() == before
+
+
+def test_step_that_fails_in_the_model_holds_no_block(reference, prompts, expected, monkeypatch):
+    """A step of both a decode batch and a prefill batch fails; more often than there are seats, at that."""
+    engine, store = engine_and_store(reference)
+    forward = engine.model.forward
+
+    def failing(store, batches, *arguments):
+        if len(batches) == 2:
+            raise RuntimeError("no memory")
+        return forward(store, batches, *arguments)
+
+    for _ in range(5):
+        monkeypatch.setattr(engine.model, "forward", failing)
+        with pytest.raises(RuntimeError, match="no memory"):
+            engine.generate(greedy([prompts[1], *prompts]))
+        stats = store.stats()
+        assert (stats.in_use, stats.fenced, stats.open_sequences) == (0, 0, 0)
+        store.check()
+    monkeypatch.setattr(engine.model, "forward", forward)
+    assert tokens_of(engine.generate(greedy(prompts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({"max_sequences": 2}, "max_sequences 2"), ({"max_tokens_per_step": 16}, "max_tokens_per_step")],
+    ids=lambda value: str(value),
+)
+def test_store_of_lower_limits_than_the_engine_says_so_and_is_left_clean(reference, prompts, limits, message):
+    engine, store = engine_and_store(reference, **limits)
+    for _ in range(5):
+        with pytest.raises(ValueError, match=message):
+            engine.generate(greedy(prompts))
+        stats = store.stats()
+        assert (stats.in_use, stats.fenced, stats.open_sequences) == (0, 0, 0)
+    assert len(engine.generate(greedy(prompts[1:2]))[0].token_ids) == MAX_TOKENS
+
+
+def test_failed_draws_lose_no_seat(reference, prompts, monkeypatch):
+    engine, store = engine_and_store(reference)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.demo.engine.draws", lambda seed, count: 1 / 0)
+        for _ in range(5):
+            with pytest.raises(ZeroDivisionError):
+                engine.generate(greedy(prompts))
+            assert store.stats().open_sequences == 0
+    assert len(engine.generate(greedy(prompts[1:2]))[0].token_ids) == MAX_TOKENS
 
 
 def test_bad_engine_arguments_are_refused(reference, prompts):
@@ -228,6 +338,7 @@ def test_demo_compares_no_sampled_text(model_folder, capsys):
     [
         (["--max-tokens", "0"], "--max-tokens: expected an integer >= 1, got '0'"),
         (["--temperature", "-1"], "--temperature: expected a number >= 0, got '-1'"),
+        (["--temperature", "abc"], "--temperature: expected a number >= 0, got 'abc'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--model", "/nowhere"], "--model: expected a folder with a config.json, got /nowhere"),
     ],
@@ -243,9 +354,45 @@ def test_demo_answers_bad_arguments(arguments, message, capsys):
         (["--memory", "1KiB"], "memory: one block needs"),
         (["--memory", "64KiB"], "out of blocks"),
         (["--chunk", "3"], "--chunk: expected at least 7, one token for each prompt, got 3"),
-        (["--max-tokens", "2000"], "--model: max_length: expected at most 2048"),
+        (["--max-tokens", "2000"], "--max-tokens: expected at most 5"),
     ],
 )
 def test_demo_answers_what_does_not_fit(model_folder, arguments, message, capsys):
     assert run.main(["--model", model_folder, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "two"])
+def test_benchmark_answers_a_bad_number_of_threads(threads, capsys):
+    with pytest.raises(SystemExit) as stop:
+        engine_benchmark.main(["--threads", threads])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert f"--threads: expected an integer >= 1, got '{threads}'" in message
+    assert message.startswith("usage: python -m benchmarks engine")
+
+
+def test_benchmark_names_a_missing_package_and_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "benchmarks.engine")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert benchmarks.main(["engine"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("benchmarks: expected the package rich, got none: use the checkout's environment")
+    assert "pip install 'paged-kvstore[demo]'" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "prompt: expected a text to continue, got an empty one"),
+        (["Hi", "--max-tokens", "0"], "--max-tokens: expected an integer >= 1, got '0'"),
+    ],
+)
+def test_example_answers_bad_arguments(arguments, message):
+    checkout = Path(benchmarks.__file__).parents[1]
+    code = f"import sys, runpy; sys.path[:0] = ['.', 'kernels']; sys.argv[1:] = {arguments}; "
+    code += "runpy.run_path('examples/generate.py')"
+    result = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
+    assert (result.returncode, message in result.stderr, "Traceback" in result.stderr) == (2, True, False)

@@ -1,7 +1,9 @@
 """RowFormat, PageView and the checks: the bytes they describe, and every message they refuse with."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cases import make_view
@@ -88,6 +90,45 @@ BAD_FORMATS = {
     ),
     "negative area": (lambda: RowPart("k", BF16, 1, 4, area=-1), ValueError, "area: expected an integer >= 0, got -1"),
     "value_dim": (lambda: latent_format(64, 65), ValueError, r"value_dim: expected an integer in \[1, 64\], got 65"),
+    "latent_dim": (
+        lambda: latent_format("a", 2),
+        TypeError,
+        "latent_dim: expected an integer, got 'a' of type str",
+    ),
+    "parts list": (lambda: RowFormat("x", [K], (256,)), TypeError, "'x': parts: expected a tuple, got list"),
+    "pitches list": (lambda: RowFormat("x", (K,), [256]), TypeError, "'x': area_pitches: expected a tuple, got list"),
+    "part name": (lambda: RowFormat("x", ("k",), (256,)), TypeError, "'x': parts: expected RowPart, got str"),
+    "empty area": (
+        lambda: RowFormat("x", (K,), (256, 64)),
+        ValueError,
+        "'x': area_pitches: expected parts in every area, got none in 1",
+    ),
+    "areas out of order": (
+        lambda: RowFormat("x", (replace(K, area=1), replace(V, area=0)), (256, 256)),
+        ValueError,
+        r"'x': parts: expected them in the order of \(area, offset_bytes\), got \[\(1, 0\), \(0, 0\)\]",
+    ),
+    "offsets out of order": (
+        lambda: RowFormat("x", (replace(K, offset_bytes=256), replace(V, area=0)), (512,)),
+        ValueError,
+        r"'x': parts: expected them in the order of \(area, offset_bytes\), got \[\(0, 256\), \(0, 0\)\]",
+    ),
+    "latent of two heads": (
+        lambda: RowFormat("x", (RowPart("latent", BF16, 2, 64),), (256,), value_dim=32),
+        ValueError,
+        "'x': value_dim: expected a first part with one head, got 2 heads",
+    ),
+    "no fields": (lambda: RowFormat.from_dict({}), ValueError, r"expected the field 'parts', got the fields \[\]"),
+    "no pitches": (
+        lambda: RowFormat.from_dict({"name": "x", "parts": []}),
+        ValueError,
+        r"expected the field 'area_pitches', got the fields \['name', 'parts'\]",
+    ),
+    "part without dtype": (
+        lambda: RowFormat.from_dict({"name": "x", "parts": [{"name": "k"}], "area_pitches": [8]}),
+        ValueError,
+        "dtype: expected the name of a torch dtype such as 'bfloat16', got None",
+    ),
     "no parts": (lambda: RowFormat("x", (), ()), ValueError, "'x': parts: expected at least one, got none"),
     "same names": (lambda: RowFormat("x", (K, K), (512,)), ValueError, r"expected distinct names, got \['k', 'k'\]"),
     "no such area": (lambda: RowFormat("x", (K, V), (256,)), ValueError, "part 'v': expected an area below 1, got 1"),
@@ -142,6 +183,19 @@ class TestPageView:
         view = PageView(memory, 16, 32, 2, 4, latent_format(4, 2))
         view.tensor("latent")[1, 0, 0, 0] = -2.0
         assert memory.nonzero().flatten().tolist() == [16 + 32 + 1]
+
+    @pytest.mark.parametrize("offset", range(1, 16))
+    def test_aligned_slice_of_an_unaligned_buffer(self, offset):
+        buffer = np.zeros(16 + 32 + 32, dtype=np.uint8)
+        start = -buffer.ctypes.data % 16 + 16 - offset
+        memory = torch.from_numpy(buffer[start:])[offset : offset + 32]
+        if offset % 2 == 0:
+            PageView(memory, 0, 32, 1, 4, latent_format(4, 2)).tensor("latent")[:] = 1.0
+            assert memory.all()
+            return
+        message = f"memory: expected a slice that starts at a multiple of 2 bytes in its storage, got {offset}"
+        with pytest.raises(ValueError, match=message):
+            PageView(memory, 0, 32, 1, 4, latent_format(4, 2))
 
     def test_unknown_part(self):
         with pytest.raises(ValueError, match="part: expected one of latent"):

@@ -198,6 +198,15 @@ def test_o39_output_beyond_32_bit(backend):
     gather_and_compare(view, [[1, 0]], [5], backend, out=(out,))
 
 
+def test_rows_further_than_two_gibielements_into_their_block(backend):
+    row_format, rows = kv_format(1, 2048), 1_100_000
+    view = PageView(sparse_memory(row_format.page_bytes(rows)), 0, row_format.page_bytes(rows), 1, rows, row_format)
+    written = random_parts(row_format, 3)
+    view.tensor("k")[0, -3:], view.tensor("v")[0, -3:] = written
+    for part, expected in zip(gather(view, [[0]], [3], backend, start=[rows - 3]), written, strict=True):
+        np.testing.assert_array_equal(to_bytes(part), to_bytes(expected))
+
+
 TABLE = torch.tensor([[1, 2]], dtype=torch.int32)
 CU = torch.tensor([0, 3], dtype=torch.int32)
 OUT = (torch.zeros(3, 2, 64, dtype=torch.bfloat16), torch.zeros(3, 2, 32, dtype=torch.bfloat16))
@@ -240,6 +249,7 @@ BAD_CALLS = {
     "out rows": ({"out": (OUT[0][:2], OUT[1])}, ValueError, r"out of k: expected shape \[3, 2, 64\], got \[2, 2, 64\]"),
     "out dtype": ({"out": (OUT[0], OUT[1].half())}, ValueError, "out of v: expected dtype torch.bfloat16"),
     "out on meta": ({"out": (OUT[0].to("meta"), OUT[1])}, ValueError, "out of k: expected a tensor on cpu"),
+    "out negated": ({"out": (OUT[0], torch._neg_view(OUT[1]))}, ValueError, "out of v: expected a plain tensor, got"),
     "out rows overlap": (
         {"out": (OUT[0][:1].expand(3, -1, -1), OUT[1])},
         ValueError,

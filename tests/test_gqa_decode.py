@@ -261,3 +261,45 @@ def test_the_scale_is_the_callers(backend: str) -> None:
 def test_scores_of_hundreds_do_not_overflow(backend: str) -> None:
     batch = paged_batch(kv_format(1, 64, dtype=FP32), 16, (33,), 2)
     expect_within_budget(read(batch, backend, softmax_scale=40.0), batch.exact(40.0))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("last", [2**31 - 1, 2**31 - 20])
+def test_a_window_at_the_largest_length(backend: str, last: int, num_splits: int) -> None:
+    """Rows at the end of the positions that 32 bits count, in a table of one column per block of the window."""
+    row_format, window = kv_format(1, 64), 20
+    batch = paged_batch(row_format, 16, (32,), 2)
+    # Block i is in column i % 3: the positions of the last rows, one after the other, give their order.
+    batch.block_table[0] = batch.block_table[0, [0, 1, 0]]
+    positions = range(last - window, last)
+    places = [(batch.block_table[0, p // 16 % 3].item(), p % 16) for p in positions]
+    key, value = (torch.stack([batch.view.tensor(part)[place] for place in places]) for part in ("k", "v"))
+    batch.row_lens[0] = last
+    expected = attend(batch.q, [key], [value], scale_of(batch))
+    expect_within_budget(read(batch, backend, window=window, num_splits=num_splits), expected)
+
+
+@pytest.mark.parametrize("dim_v", [64, 48])
+@pytest.mark.parametrize("row_len", [1, 20, 600])
+def test_scores_that_are_nan_or_all_minus_infinity(backend: str, row_len: int, dim_v: int) -> None:
+    batch = paged_batch(kv_format(1, 64, dim_v, dtype=FP32), 16, (row_len, row_len, row_len), 2)
+    batch.q[:, :, 0] = 1.0
+    keys = batch.view.tensor("k")
+    blocks = batch.block_table[:, : -(-row_len // 16)].long()
+    keys[blocks[0], :, :, 0] = -torch.inf
+    keys[blocks[1, : 512 // 16], :, :, 0] = torch.nan
+    out, lse = read(batch, backend)
+    assert torch.equal(out[0], torch.zeros(2, dim_v))
+    assert torch.equal(lse[0], torch.full((2,), -torch.inf))
+    assert out[1].isnan().all()
+    assert lse[1].isnan().all()
+    plain = attend(batch.q[2:], batch.keys[2:], batch.values[2:], scale_of(batch))
+    expect_within_budget((out[2:], lse[2:]), plain)
+
+
+def test_an_lse_of_zero_that_is_right(backend: str) -> None:
+    batch = paged_batch(kv_format(1, 64, dtype=FP32), 16, (1, 1), 2)
+    batch.q[0] = 0.0
+    out, lse = read(batch, backend)
+    assert (lse[0] == 0).all()
+    torch.testing.assert_close(out[0], batch.values[0][0].expand(2, -1))

@@ -1,10 +1,16 @@
 """merge_partials, Triton under the interpreter and the reference; and the host tables of tiles and splits."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kvstore_kernels import kv_format, merge_partials
 from kvstore_kernels.launch import Target
+from kvstore_kernels.softmax import split_tiles
 from kvstore_kernels.splits import SHARED_BYTES, choose_num_splits, key_value_tile, latent_tile
 from tests.attention_oracle import U32, attend, expect_within_budget, paged_batch
 from tests.cases import BACKENDS
@@ -81,6 +87,32 @@ def test_o44_equal_parts_have_equal_weight(backend: str) -> None:
 
 def test_lse_of_hundreds_do_not_overflow(backend: str) -> None:
     assert merge_two(backend, (1.0, 700.0), (5.0, -700.0)) == (1.0, 700.0)
+
+
+@pytest.mark.parametrize("lse", [3e38, -3e38])
+def test_lse_near_the_largest_fp32_do_not_overflow(backend: str, lse: float) -> None:
+    out, merged = merge_two(backend, (1.0, lse), (3.0, lse))
+    assert out == 2.0
+    assert merged == pytest.approx(lse)
+    assert merge_two(backend, (1.0, 3e38), (5.0, lse), (7.0, -3e38)) == merge_two("reference", (1.0, 3e38), (5.0, lse))
+
+
+def test_results_are_detached(backend: str) -> None:
+    parts = torch.ones(2, 3, 4, 8, requires_grad=True), torch.zeros(2, 3, 4, requires_grad=True)
+    assert not any(result.requires_grad for result in merge_partials(*parts, backend=backend))
+    out, lse = torch.full((2, 3, 8), 7.0, requires_grad=True), torch.full((2, 3), 7.0, requires_grad=True)
+    got = merge_partials(*parts, out, lse, backend=backend)
+    assert got[0] is out
+    assert out.is_leaf
+    assert (out == 1).all()
+    assert not (lse == 7).any()
+
+
+@pytest.mark.parametrize("partial_out", [None, np.zeros((2, 3, 4, 8), np.float32)], ids=["None", "numpy"])
+@pytest.mark.parametrize("chosen", [*BACKENDS, None])
+def test_partial_out_is_a_tensor(chosen: str | None, partial_out: object) -> None:
+    with pytest.raises(TypeError, match=r"partial_out: expected a torch\.Tensor, got (NoneType|ndarray)"):
+        merge_partials(partial_out, torch.zeros(2, 3, 4), backend=chosen)
 
 
 def test_without_outputs_the_result_is_fp32(backend: str) -> None:
@@ -200,3 +232,20 @@ def test_the_number_of_splits_fills_the_chip_but_keeps_parts_long(
     num_programs: int, max_rows: int, wanted: int
 ) -> None:
     assert choose_num_splits(num_programs, max_rows, num_cores=132) == wanted
+
+
+@triton.jit
+def _split_kernel(end_ptr, tiles_ptr, TILE_N: tl.constexpr):
+    first_tile, last_tile = split_tiles(0, tl.load(end_ptr), TILE_N)
+    tl.store(tiles_ptr + tl.program_id(1) * 2, first_tile)
+    tl.store(tiles_ptr + tl.program_id(1) * 2 + 1, last_tile)
+
+
+@pytest.mark.parametrize("end", [2**31 - 1, 2**31 - 40, 33, 1, 0, -5])
+@pytest.mark.parametrize("num_splits", [1, 3, 128])
+def test_splits_share_out_every_tile_of_any_length(end: int, num_splits: int) -> None:
+    tiles = torch.full((num_splits, 2), -7, dtype=torch.int32)
+    _split_kernel[(1, num_splits)](torch.tensor([end], dtype=torch.int32), tiles, TILE_N=16)
+    count = max(0, -(-end // 16))
+    edges = [count * split // num_splits for split in range(num_splits + 1)]
+    assert tiles.tolist() == [list(pair) for pair in pairwise(edges)]

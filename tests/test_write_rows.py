@@ -182,6 +182,15 @@ def test_sources_that_require_grad_leave_the_memory_plain(backend):
     assert not view.tensor("k").requires_grad
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_lazily_negated_sources(many, backend):
+    num_rows = MANY_ROWS[backend] if many else 2
+    view = make_view(make_format("kv", 64, torch.bfloat16), num_blocks=20)
+    sources = [torch.randn(num_rows, part.num_heads, part.head_dim).bfloat16() for part in view.format.parts]
+    negated = [torch._neg_view(source) for source in sources]
+    write_and_compare(view, range(num_rows), [-source for source in sources], backend, sources=negated)
+
+
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_o25_offsets_beyond_32_bit(name, backend):
     # Block 1 lies behind 2^32 bytes and 2^31 elements, block 2 behind 2^31 units of 16 bytes.

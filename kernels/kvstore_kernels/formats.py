@@ -79,7 +79,9 @@ class RowFormat:
     `value_dim` is set for latent rows: their leading columns that are also read as V (MLA). Formats are equal when
     every field is; two stores with different formats must not exchange bytes.
 
-    Raises: ValueError for parts that overlap, leave their record, or name an area that does not exist.
+    Raises: TypeError for parts or pitches that are no tuples of RowPart and int; ValueError for parts that overlap,
+        leave their record, name an area that does not exist or are not in the order of their bytes, for an area
+        without parts, and for a value_dim of rows with several heads.
     """
 
     name: str
@@ -89,6 +91,13 @@ class RowFormat:
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
+        for field in ("parts", "area_pitches"):
+            if not isinstance(getattr(self, field), tuple):
+                got = type(getattr(self, field)).__name__
+                raise TypeError(f"RowFormat {self.name!r}: {field}: expected a tuple, got {got}")
+        for part in self.parts:
+            if not isinstance(part, RowPart):
+                raise TypeError(f"RowFormat {self.name!r}: parts: expected RowPart, got {type(part).__name__}")
         if not self.parts:
             raise ValueError(f"RowFormat {self.name!r}: parts: expected at least one, got none")
         if len({part.name for part in self.parts}) != len(self.parts):
@@ -104,10 +113,20 @@ class RowFormat:
         self._check_parts()
         if self.value_dim is not None:
             expect_int(f"RowFormat {self.name!r}: value_dim", self.value_dim, 1, self.parts[0].head_dim)
+            if self.parts[0].num_heads != 1:
+                raise ValueError(
+                    f"RowFormat {self.name!r}: value_dim: expected a first part with one head, "
+                    f"got {self.parts[0].num_heads} heads"
+                )
 
     def _check_parts(self) -> None:
+        places = [(part.area, part.offset_bytes) for part in self.parts]
+        if places != sorted(places):
+            raise ValueError(
+                f"RowFormat {self.name!r}: parts: expected them in the order of (area, offset_bytes), got {places}"
+            )
         ends = [0] * len(self.area_pitches)
-        for part in sorted(self.parts, key=lambda part: (part.area, part.offset_bytes)):
+        for part in self.parts:
             if part.area >= len(self.area_pitches):
                 raise ValueError(
                     f"RowFormat {self.name!r}: part {part.name!r}: expected an area below {len(self.area_pitches)}, "
@@ -129,6 +148,10 @@ class RowFormat:
                     f"RowFormat {self.name!r}: part {part.name!r} of {part.dtype} in an area with a pitch of "
                     f"{self.area_pitches[part.area]} bytes: expected a multiple of {part.dtype.itemsize}"
                 )
+        if 0 in ends:
+            raise ValueError(
+                f"RowFormat {self.name!r}: area_pitches: expected parts in every area, got none in {ends.index(0)}"
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -161,7 +184,10 @@ class RowFormat:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RowFormat":
         """The format that `to_dict` wrote. Raises ValueError or TypeError when the fields are not a format's."""
-        parts = tuple(RowPart(**{**part, "dtype": dtype_from_name(part["dtype"])}) for part in fields["parts"])
+        for name in ("parts", "area_pitches"):
+            if name not in fields:
+                raise ValueError(f"RowFormat: expected the field {name!r}, got the fields {sorted(fields)}")
+        parts = tuple(RowPart(**{**part, "dtype": dtype_from_name(part.get("dtype"))}) for part in fields["parts"])
         return cls(**{**fields, "parts": parts, "area_pitches": tuple(fields["area_pitches"])})
 
 
@@ -192,6 +218,7 @@ def latent_format(latent_dim: int, value_dim: int, dtype: torch.dtype = torch.bf
 
     DeepSeek V2 / V3: latent_dim 576, value_dim 512. The row is replicated over tensor-parallel ranks.
     """
+    expect_int("latent_dim", latent_dim, 1)
     expect_int("value_dim", value_dim, 1, latent_dim)
     latent = RowPart("latent", dtype, 1, latent_dim)
     return RowFormat("latent", (latent,), (latent.num_bytes,), value_dim=value_dim)

@@ -95,7 +95,7 @@ def _gather_kernel(
     table_ptr = block_table_ptr + seq_idx.to(tl.int64) * table_stride.to(tl.int64)
     block_ids = tl.load(table_ptr + table_columns, mask=exists, other=-1).to(tl.int64)
     exists = exists & (block_ids >= 0) & (block_ids < num_blocks)
-    rows_in_block = positions - block_idx * ROWS_PER_BLOCK
+    rows_in_block = (positions - block_idx * ROWS_PER_BLOCK).to(tl.int64)
     page_ptrs = memory_ptr + page_start(block_ids, offset_units, block_stride_units, ELEMENT_BYTES)
 
     columns = tl.arange(0, TILE)[None, :]

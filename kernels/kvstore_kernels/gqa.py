@@ -24,6 +24,7 @@ from kvstore_kernels.softmax import (
     softmax_step,
     split_tiles,
     store_tile,
+    table_end,
     tile_blocks,
     tile_rows,
 )
@@ -97,7 +98,7 @@ def _gqa_kernel(
     if WINDOWED:
         begin = tl.maximum(end - window, 0)
     else:
-        end = tl.minimum(end, table_width * ROWS_PER_BLOCK)
+        end = table_end(end, table_width, ROWS_PER_BLOCK)
     first_tile, last_tile = split_tiles(begin, end, TILE_N)
     table_ptr += seq_idx * table_stride.to(tl.int64)
     block_ids = tile_blocks(first_tile, end, table_ptr, table_width, ROWS_PER_BLOCK, WINDOWED, TILE_N)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kvstore_kernels.launch import INTERPRETED, Launch, Target, current_target, lanes_of_16_bytes
 from kvstore_kernels.reads import allocate_outputs, expect_partials
-from kvstore_kernels.softmax import LOG2_E, normalise, softmax_step, store_tile
+from kvstore_kernels.softmax import LOG2_E, normalise, store_tile
 from kvstore_kernels.splits import padded
 
 TILE_SPLITS = 16
@@ -35,8 +35,14 @@ def _merge_kernel(
         splits = first + tl.arange(0, TILE_S)
         scores = tl.load(partial_lse_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
         # Some kernels mark an empty part with +inf.
-        scores = tl.where(scores == float("inf"), float("-inf"), scores) * LOG2_E
-        weights, running_max, running_sum, factor = softmax_step(scores[None, :], running_max, running_sum)
+        scores = tl.where(scores == float("inf"), float("-inf"), scores)[None, :]
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        # A row whose parts are all empty so far has maximum -inf, and -inf - -inf would be NaN.
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # The base changes behind the subtraction: an LSE near the largest fp32 would overflow before it.
+        weights = tl.exp2((scores - anchor[:, None]) * LOG2_E)
+        factor = tl.exp2((running_max - anchor) * LOG2_E)
+        running_max, running_sum = new_max, running_sum * factor + tl.sum(weights, 1)
         weights = tl.trans(weights)
         # Selected, not multiplied away: what an empty part holds may be NaN.
         parts = tl.load(
@@ -45,9 +51,9 @@ def _merge_kernel(
             other=0.0,
         )
         merged = merged * factor[:, None] + tl.sum(parts * weights, 0)[None, :]
-    out, lse = normalise(merged, running_max, running_sum)
+    out, lse_below_max = normalise(merged, tl.zeros([1], tl.float32), running_sum)
     store_tile(out_ptr + row * DIM + columns[None, :], out, (columns < DIM)[None, :], INTERPRETED)
-    tl.store(lse_ptr + row + tl.arange(0, 1), lse)
+    tl.store(lse_ptr + row + tl.arange(0, 1), running_max + lse_below_max)
 
 
 def merge_partials(

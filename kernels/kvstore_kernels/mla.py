@@ -23,6 +23,7 @@ from kvstore_kernels.softmax import (
     softmax_step,
     split_tiles,
     store_tile,
+    table_end,
     tile_blocks,
     tile_rows,
 )
@@ -87,7 +88,7 @@ def _mla_kernel(
     running_sum = tl.zeros([TILE_H], tl.float32)
     weighted_sum = tl.zeros([TILE_H, TILE_NOPE], tl.float32)
     scale = softmax_scale * LOG2_E
-    end = tl.minimum(tl.load(row_lens_ptr + seq_idx), table_width * ROWS_PER_BLOCK)
+    end = table_end(tl.load(row_lens_ptr + seq_idx), table_width, ROWS_PER_BLOCK)
     first_tile, last_tile = split_tiles(0, end, TILE_N)
     table_ptr += seq_idx * table_stride.to(tl.int64)
     block_ids = tile_blocks(first_tile, end, table_ptr, table_width, ROWS_PER_BLOCK, False, TILE_N)

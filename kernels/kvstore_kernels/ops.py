@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from kvstore_kernels import gather, gqa, merge, mla, reference, write
+from kvstore_kernels.checks import expect_shape
 from kvstore_kernels.launch import resolve_backend
 from kvstore_kernels.pages import PageView
 
@@ -161,6 +162,7 @@ def merge_partials(
 
     Raises: as `write_rows`.
     """
+    expect_shape("partial_out", partial_out, (None, None, None, None))
     chosen = reference if resolve_backend(backend, partial_out.device) == "reference" else merge
     result: tuple[torch.Tensor, torch.Tensor] = chosen.merge_partials(partial_out, partial_lse, out, lse)
     return result

@@ -38,6 +38,12 @@ class PageView:
             raise ValueError(f"memory: expected contiguous bytes whose address is a multiple of {ALIGNMENT_BYTES}")
         if not isinstance(self.format, RowFormat):
             raise TypeError(f"format: expected a RowFormat, got {type(self.format).__name__}")
+        size = max(part.dtype.itemsize for part in self.format.parts)
+        if self.memory.storage_offset() % size:  # torch views whole elements of the storage only
+            raise ValueError(
+                f"memory: expected a slice that starts at a multiple of {size} bytes in its storage, "
+                f"got {self.memory.storage_offset()}"
+            )
         expect_int("num_blocks", self.num_blocks, 1)
         expect_int("rows_per_block", self.rows_per_block, 1)
         expect_int("offset_bytes", self.offset_bytes, 0)

@@ -146,6 +146,8 @@ def outputs(view: PageView, num_rows: int, out: Sequence[torch.Tensor] | None) -
         name = f"out of {part.name}"
         expect_shape(name, tensor, (num_rows, part.num_heads, part.head_dim))
         _expect_rows(name, part, tensor, view.device)
+        if tensor.is_neg():
+            raise ValueError(f"{name}: expected a plain tensor, got one that is negated lazily")
         if num_rows > 1 and tensor.stride(0) < part.width:
             raise ValueError(f"{name}: expected rows at least {part.width} elements apart, got {tensor.stride(0)}")
     return tuple(out)

@@ -1,5 +1,8 @@
 """The arguments of an attention read, checked, and the tensors it writes to."""
 
+import numbers
+from typing import Any
+
 import torch
 
 from kvstore_kernels.checks import expect_device, expect_dtype, expect_int, expect_shape
@@ -9,6 +12,7 @@ from kvstore_kernels.pages import PageView
 MAX_GRID = 65_535
 """Programs on the second axis of a launch, which counts splits."""
 MAX_INT32 = 2**31 - 1
+MAX_FP32 = torch.finfo(torch.float32).max
 
 
 def expect_latent(view: PageView) -> tuple[RowPart, int]:
@@ -50,7 +54,7 @@ def expect_read(
     q: torch.Tensor,
     key: RowPart,
     value_dim: int,
-    softmax_scale: float,
+    softmax_scale: object,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     num_splits: int | None,
@@ -65,13 +69,15 @@ def expect_read(
     expect_dtype("block_table", block_table, torch.int32)
     if block_table.shape[1] == 0:
         raise ValueError("block_table: expected at least one column, got none")
-    if block_table.stride(1) != 1 and block_table.shape[1] > 1:
+    if not block_table.is_contiguous() and block_table.stride(1) != 1 and block_table.shape[1] > 1:
         raise ValueError(f"block_table: expected adjacent entries in a row, got strides {block_table.stride()}")
     expect_shape("row_lens", row_lens, (num_seqs,))
     expect_dtype("row_lens", row_lens, torch.int32)
     _expect_contiguous("row_lens", row_lens)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, float | int | numbers.Real):
         raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
+    if not _fits_fp32(softmax_scale):
+        raise ValueError(f"softmax_scale: expected a finite fp32 number, got {softmax_scale!r}")
     if num_splits is not None:
         expect_int("num_splits", num_splits, 1, MAX_GRID)
     for name, tensor in (("q", q), ("block_table", block_table), ("row_lens", row_lens)):
@@ -173,6 +179,11 @@ def _format_of(view: PageView) -> RowFormat:
     if not isinstance(view, PageView):
         raise TypeError(f"view: expected a PageView, got {type(view).__name__}")
     return view.format
+
+
+def _fits_fp32(number: Any) -> bool:
+    """Whether fp32 has finite numbers around it; NaN has not. An integer may be too large for any float."""
+    return bool(-MAX_FP32 <= number <= MAX_FP32)
 
 
 def _expect_contiguous(name: str, tensor: torch.Tensor) -> None:

@@ -38,15 +38,23 @@ def store_tile(pointers, values, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def table_end(row_len, table_width, ROWS_PER_BLOCK: tl.constexpr):
+    """The rows of a sequence that the table has columns for; the rows of a whole table may be 2^31 and more."""
+    return tl.minimum(row_len.to(tl.int64), table_width.to(tl.int64) * ROWS_PER_BLOCK).to(tl.int32)
+
+
+@triton.jit
 def split_tiles(begin, end, TILE_N: tl.constexpr):
     """This split's tiles, first and last + 1: program axis 1 shares out those that hold positions begin ... end - 1.
 
     Tiles start at multiples of TILE_N, so that a tile lies inside a block whose rows are a multiple of it.
     """
     first = begin // TILE_N
-    count = tl.maximum(tl.cdiv(end, TILE_N) - first, 0)
+    # 64 bit: the end rounded up, and the tiles times the splits, may be 2^31 and more.
+    count = tl.maximum(tl.cdiv(end.to(tl.int64), TILE_N) - first, 0)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
-    return first + count * split // num_splits, first + count * (split + 1) // num_splits
+    first_tile, last_tile = first + count * split // num_splits, first + count * (split + 1) // num_splits
+    return first_tile.to(tl.int32), last_tile.to(tl.int32)
 
 
 @triton.jit
@@ -60,19 +68,20 @@ def tile_blocks(
     TILE_N: tl.constexpr,
 ):
     """The blocks of a tile of positions, -1 for none: one where the tile lies inside a block, else one per row."""
-    positions = tile * TILE_N
+    positions = tl.cast(tile, tl.int32) * TILE_N  # the interpreter counts tiles in Python integers
     if ROWS_PER_BLOCK % TILE_N:
         positions += tl.arange(0, TILE_N)
     columns = positions // ROWS_PER_BLOCK
     if WRAPS:
         columns = columns % table_width
-    return tl.load(table_ptr + columns, mask=positions < end, other=-1)
+    # A position behind 2^31 - 1 has become a negative one.
+    return tl.load(table_ptr + columns, mask=(positions >= 0) & (positions < end), other=-1)
 
 
 @triton.jit
 def tile_rows(tile, begin, end, block_ids, num_blocks, ROWS_PER_BLOCK: tl.constexpr, TILE_N: tl.constexpr):
     """The rows of a tile of positions inside their blocks, and which of them exist."""
-    positions = tile * TILE_N + tl.arange(0, TILE_N)
+    positions = tl.cast(tile, tl.int32) * TILE_N + tl.arange(0, TILE_N)
     exists = (positions >= begin) & (positions < end) & (block_ids >= 0) & (block_ids < num_blocks)
     return (positions % ROWS_PER_BLOCK).to(tl.int64), exists
 

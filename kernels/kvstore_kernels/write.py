@@ -85,7 +85,9 @@ def write_launch(view: PageView, slot_mapping: torch.Tensor, parts: Sequence[tor
     """The launch of `write_rows` on `target`; the tensors may be meta tensors."""
     expect_movable(view)
     num_rows = expect_slots(view, slot_mapping)
-    pieces = make_pieces(source_parts(view, parts, num_rows), parts)
+    row_parts = source_parts(view, parts, num_rows)
+    # A lazily negated tensor has other bits in memory than it has elements.
+    pieces = make_pieces(row_parts, [part.resolve_neg() for part in parts])
     # At least one warp of 16-byte lanes: a short row leaves lanes idle instead of narrowing their accesses.
     num_bytes = max(tile_bytes(pieces), ALIGNMENT_BYTES * target.warp_size)
     element_bytes = pieces[0].element_bytes

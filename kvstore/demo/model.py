@@ -63,6 +63,7 @@ class Llama:
         self.eps: float = config.rms_norm_eps
         state = {name: weight.detach() for name, weight in reference.state_dict().items()}
         self.embedding = state["model.embed_tokens.weight"]
+        self.vocab_size = len(self.embedding)
         self.norm = state["model.norm.weight"]
         self.head = state["lm_head.weight"].t().contiguous()
         self.layers = [_fused_layer(state, index) for index in range(config.num_hidden_layers)]

@@ -14,7 +14,7 @@ from kvstore import KVStore, OutOfBlocks, PlanError, plan_cache
 from kvstore.demo.engine import Completion, Engine, Request
 from kvstore.demo.model import Llama
 from kvstore.demo.prompts import PROMPTS
-from kvstore.demo.weights import DemoError, LoadedModel, load
+from kvstore.demo.weights import DemoError, LoadedModel, load, locate
 
 BAD_USAGE = 2
 
@@ -36,23 +36,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvstore demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", metavar="DIR", help="a Llama model's transformers folder (default: SmolLM2-135M)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--threads", type=_count, help="CPU threads (default: torch's)")
-    parser.add_argument("--max-tokens", type=_count, default=48, help="new tokens of a prompt (default: 48)")
-    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0, the default, is greedy")
-    parser.add_argument("--memory", default="128MiB", help="memory of the cache, with its unit (default: 128MiB)")
-    parser.add_argument("--chunk", type=_count, default=256, help="tokens of one step (default: 256)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--threads", type=parse_count, help="CPU threads (default: torch's)")
+    parser.add_argument("--max-tokens", type=parse_count, default=48, help="new tokens for each prompt (default: 48)")
+    parser.add_argument("--temperature", type=parse_temperature, default=0.0, help="0, the default, is greedy")
+    parser.add_argument(
+        "--memory", metavar="SIZE", default="128MiB", help="memory of the cache, with its unit (default: 128MiB)"
+    )
+    parser.add_argument("--chunk", type=parse_count, default=256, help="tokens of one step (default: 256)")
     return parser
 
 
-def _count(text: str) -> int:
+def parse_count(text: str) -> int:
+    """For argparse: an integer >= 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 
-def _temperature(text: str) -> float:
-    value = float(text)
+def parse_temperature(text: str) -> float:
+    """For argparse: a finite number >= 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
     return value
@@ -62,15 +69,26 @@ def _demo(options: argparse.Namespace) -> int:
     console, progress = Console(), Console(stderr=True, style="dim")
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise DemoError("--device: expected cpu, since torch sees no CUDA device here, got cuda")
+    if options.chunk < len(PROMPTS):
+        raise DemoError(f"--chunk: expected at least {len(PROMPTS)}, one token for each prompt, got {options.chunk}")
+    plan_cache({}, memory=options.memory)  # refuses a size it cannot read, before the model takes its time
+    locate(options.model)
     progress.print("Reading the model (transformers takes the file apart, half a minute) ...")
     loaded = load(options.model, getattr(torch, options.dtype), options.device)
     requests = [
         Request(_tokens(loaded, prompt), options.max_tokens, options.temperature, seed)
         for seed, prompt in enumerate(PROMPTS)
     ]
-    if options.chunk < len(requests):
-        raise DemoError(f"--chunk: expected at least {len(requests)}, one token for each prompt, got {options.chunk}")
-    max_length = max(len(request.prompt) for request in requests) + options.max_tokens
+    longest = max(len(request.prompt) for request in requests)
+    max_length = longest + options.max_tokens
+    context = getattr(loaded.reference.config, "max_position_embeddings", max_length)
+    if longest < context < max_length:
+        raise DemoError(
+            f"--max-tokens: expected at most {context - longest}, the model's {context} tokens "
+            f"less the {longest} of the longest prompt, got {options.max_tokens}"
+        )
     try:
         model = Llama(loaded.reference, max_length)
     except ValueError as error:
@@ -98,14 +116,15 @@ def _demo(options: argparse.Namespace) -> int:
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     console.print(
         f"{num_tokens} new tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens per second "
-        f"on {torch.get_num_threads()} threads; at the peak {stats.peak_in_use} of {stats.num_blocks} blocks in use.",
+        f"on {torch.get_num_threads()} threads; at the peak {stats.peak_in_use} of {stats.num_blocks} blocks in use "
+        "(the null block not counted).",
         highlight=False,
         soft_wrap=True,
     )
     if options.temperature:
         console.print("Sampled texts are not compared with transformers'.")
         return 0
-    progress.print("Generating the same texts with transformers, one after the other ...")
+    progress.print("Generating the same texts with transformers, one after the other (longer than ours took) ...")
     different = _differences(loaded, requests, completions)
     for line in different:
         console.print(line, style="red", highlight=False, soft_wrap=True)
@@ -132,8 +151,9 @@ def _texts(loaded: LoadedModel, requests: Sequence[Request], completions: Sequen
     table.add_column("text", ratio=3)
     for prompt, request, completion in zip(PROMPTS, requests, completions, strict=True):
         counts = (len(request.prompt), completion.cached_tokens, len(completion.token_ids))
-        text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        table.add_row(*map(str, counts), Text(_shortened(prompt)), Text(text.strip()))
+        text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
+        ended = completion.token_ids[-1] in loaded.eos_token_ids
+        table.add_row(*map(str, counts), Text(_shortened(prompt)), Text(text if ended else f"{text} ..."))
     return table
 
 

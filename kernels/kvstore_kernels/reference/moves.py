@@ -34,6 +34,7 @@ def write_rows(view: PageView, slot_mapping: torch.Tensor, *parts: torch.Tensor)
     for part, tensor in zip(row_parts, parts, strict=True):
         records = view.tensor(part.name) if row_parts is view.format.parts else _latent_columns(view, part)
         rows = tensor.detach() if tensor.requires_grad else tensor
+        rows = rows.resolve_neg()
         if rows.ndim == 2:
             rows = rearrange(rows, "row (head dim) -> row head dim", head=part.num_heads)
         if kept is not None:
