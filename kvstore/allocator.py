@@ -94,7 +94,6 @@ class BlockAllocator:
         taken = self._free[self._num_free - wanted : self._num_free][::-1].copy()
         self._num_free -= wanted
         self.references[taken] = 1
-        self.generation[taken] += 1
         handed = []
         start = 0
         for group, count in enumerate(counts):
