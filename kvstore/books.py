@@ -13,6 +13,7 @@ from kvstore.errors import SequenceError
 from kvstore.planner import CachePlan
 from kvstore.prefix import Node, PrefixIndex
 from kvstore.tables import Counts, GroupTable, Rows, SequenceRows, int_array, ragged_arange
+from kvstore_kernels.checks import expect_int
 
 MAX_TOKEN_ID = 2**31 - 1
 NEVER = 2**62  # more units than a sequence can have: its rows are not to be found
@@ -84,16 +85,13 @@ class Books:
                 self._attach_prefix(self._index, row, prompt)
         return rows, self.sequences.committed[rows]
 
-    def resolve(self, seq_ids: Any, num_new_tokens: Any) -> tuple[Rows, Counts]:
-        """The rows and counts that `extend` would take for these arguments. Raises: as `extend` for either."""
-        _, rows = self.sequences.resolve(seq_ids)
-        return rows, self._counts("num_new_tokens", num_new_tokens, len(rows))
-
-    def extend(self, seq_ids: Any, num_new_tokens: Any) -> Step:
-        """Reserves rows for the next tokens of each sequence, for all of them or for none."""
+    def extend(self, seq_ids: Any, num_new_tokens: Any, pad_to: int | None = None) -> Step:
+        """Reserves rows for the next tokens of each sequence, for all of them or for none; `pad_to` is only checked."""
         ids, rows = self.sequences.resolve(seq_ids)
         counts = self._counts("num_new_tokens", num_new_tokens, len(rows))
         starts = self.sequences.length[rows]
+        if pad_to is not None:
+            self._check_padding(pad_to, counts)
         self._check_extend(ids, rows, starts, counts)
         ends = starts + counts
         order = self.sequences.num_commits[rows] + self.sequences.in_flight[rows]
@@ -261,11 +259,7 @@ class Books:
 
     def _table(self, group_index: int) -> GroupTable:
         group = self.plan.groups[group_index]
-        if self.plan.blocks_per_frame[group_index] != 1:
-            raise ValueError(
-                f"plan: group {group.name!r}: expected one block per frame, "
-                f"got {self.plan.blocks_per_frame[group_index]}"
-            )
+        assert self.plan.blocks_per_frame[group_index] == 1, "the allocator takes a block for a frame"
         rows_per_block = {spec.rows_per_block for spec in group.layers.values()}
         if len(rows_per_block) != 1:
             raise ValueError(
@@ -317,6 +311,11 @@ class Books:
                 f"seq_ids: expected fewer than {self.max_in_flight} uncommitted batches of a sequence "
                 f"(max_in_flight), got {in_flight.max()} of sequence {ids[int(in_flight.argmax())]}"
             )
+
+    def _check_padding(self, pad_to: int, counts: Counts) -> None:
+        if (counts != 1).any():
+            raise ValueError(f"pad_to: expected a batch with one new token per sequence, got {counts.tolist()}")
+        expect_int("pad_to", pad_to, len(counts), self.sequences.max_sequences)
 
     def _check_commit(self, rows: Rows, order: Counts, withdrawn: npt.NDArray[np.bool_]) -> None:
         if not np.array_equal(self.sequences.num_commits[rows], order):

@@ -80,9 +80,8 @@ def group_layers(specs: Mapping[str, LayerSpec], grouping: str = "auto") -> list
     for layer, spec in specs.items():
         alike.setdefault((spec.block_size, spec.tokens_per_row, spec.retention), {})[layer] = spec
     return [
-        CacheGroup(_name(*key), layers, block_size, retention)
-        for key, layers in alike.items()
-        for block_size, _, retention in [key]
+        CacheGroup(_name(block_size, tokens_per_row, retention), layers, block_size, retention)
+        for (block_size, tokens_per_row, retention), layers in alike.items()
     ]
 
 

@@ -15,7 +15,6 @@ from kvstore.batch import Batch, batch_bytes, gather_range, make_batch
 from kvstore.books import Books, Step
 from kvstore.planner import CachePlan
 from kvstore.staging import Staging
-from kvstore.tables import Counts, Rows
 from kvstore_kernels import PageView
 from kvstore_kernels.checks import expect_int
 
@@ -128,9 +127,7 @@ class KVStore:
         Raises: SequenceError for handles that are unknown, released, repeated, or have max_in_flight uncommitted
             batches; ValueError for counts, and lengths over max_length or max_tokens_per_step; OutOfBlocks.
         """
-        if pad_to is not None:
-            self._check_padding(pad_to, *self._books.resolve(seq_ids, num_new_tokens))
-        step = self._books.extend(seq_ids, num_new_tokens)
+        step = self._books.extend(seq_ids, num_new_tokens, pad_to)
         self._zero(step)
         return make_batch(step, self._books.tables, self._staging, 0 if pad_to is None else pad_to - len(step.rows))
 
@@ -341,11 +338,6 @@ class KVStore:
                 f"of {batch.num_sequences} sequences"
             )
         return view, group
-
-    def _check_padding(self, pad_to: int, rows: Rows, counts: Counts) -> None:
-        if (counts != 1).any():
-            raise ValueError(f"pad_to: expected a batch with one new token per sequence, got {counts.tolist()}")
-        expect_int("pad_to", pad_to, len(rows), max(self._books.sequences.max_sequences, len(rows)))
 
     def _layers_to_zero(self, zero_new: bool | str) -> list[str]:
         if self._arena is None or zero_new is False:
