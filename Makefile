@@ -22,6 +22,7 @@ lint: $(STAMP)
 check: lint test
 
 bench: $(STAMP) $(DEMO_STAMP)
+	$(BIN)/python -m benchmarks planner
 	$(BIN)/python -m benchmarks aot
 	$(BIN)/python -m benchmarks engine
 

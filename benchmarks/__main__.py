@@ -7,6 +7,10 @@ from pathlib import Path
 BENCHMARKS = {
     "aot": ("benchmarks.aot", "compile every kernel for five chips: registers, spills, access widths, gates"),
     "engine": ("benchmarks.engine", "the demo's engine against transformers' generate, on a CPU"),
+    "planner": (
+        "benchmarks.planner",
+        "bytes that plans allocate, beside a reference and an exhaustive search; planning time",
+    ),
 }
 """Name -> (module with a `main(arguments) -> exit code`, what it does)."""
 OURS = ("benchmarks", "kvstore", "kvstore_kernels")

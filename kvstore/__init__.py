@@ -1,23 +1,33 @@
 """A paged KV-cache store to embed in an inference engine: planner, arena, books and kernels."""
 
 from kvstore.batch import Batch
+from kvstore.capacity import Capacity
+from kvstore.choose import group_layers
 from kvstore.errors import OutOfBlocks, PlanError, SequenceError
-from kvstore.groups import CacheGroup, group_layers
+from kvstore.groups import CacheGroup
+from kvstore.layers import chunked_attention, full_attention, latent, recurrent_state, sliding_window
 from kvstore.models import specs_from_config
 from kvstore.placement import LayerSlot, Placement, bucket_layers_by_page_size, pool_bytes_per_block
-from kvstore.planner import CachePlan, plan_cache
-from kvstore.specs import LayerSpec, Retention, full_attention, latent, sliding_window
+from kvstore.plan import CachePlan
+from kvstore.planner import plan_cache
+from kvstore.spec_json import specs_from_json
+from kvstore.specs import Alias, LayerSpec, NoCache, Retention
 from kvstore.store import KVStore, Opened, StoreStats
+from kvstore.unify import promote_windows
+from kvstore.workers import count_replicas, plan_distributed, plan_workers
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alias",
     "Batch",
     "CacheGroup",
     "CachePlan",
+    "Capacity",
     "KVStore",
     "LayerSlot",
     "LayerSpec",
+    "NoCache",
     "Opened",
     "OutOfBlocks",
     "Placement",
@@ -27,11 +37,18 @@ __all__ = [
     "StoreStats",
     "__version__",
     "bucket_layers_by_page_size",
+    "chunked_attention",
+    "count_replicas",
     "full_attention",
     "group_layers",
     "latent",
     "plan_cache",
+    "plan_distributed",
+    "plan_workers",
     "pool_bytes_per_block",
+    "promote_windows",
+    "recurrent_state",
     "sliding_window",
     "specs_from_config",
+    "specs_from_json",
 ]

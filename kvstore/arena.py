@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvstore.planner import CachePlan
+from kvstore.plan import CachePlan
 from kvstore_kernels import PageView
 from kvstore_kernels.formats import ROW_DTYPES
 

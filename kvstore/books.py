@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstore.allocator import BlockAllocator, Ids
 from kvstore.errors import SequenceError
-from kvstore.planner import CachePlan
+from kvstore.plan import CachePlan
 from kvstore.prefix import Node, PrefixIndex
 from kvstore.tables import Counts, GroupTable, Rows, SequenceRows, int_array, ragged_arange
 from kvstore_kernels.checks import expect_int
@@ -37,12 +37,17 @@ class Step:
         return _positions(self.starts, self.counts)
 
 
+SERVED_KINDS = ("full", "sliding_window", "latent", "hidden_state")
+"""Kinds of layers whose blocks the books can keep."""
+
+
 class Books:
     """The bookkeeping half of a KVStore. A failed call changes nothing.
 
     Args: as of `KVStore`.
 
-    Raises: ValueError for a plan whose group mixes layers of different `tokens_per_row`.
+    Raises: ValueError for a plan whose group mixes layers of different `tokens_per_row`, has a layer of another kind
+        than `SERVED_KINDS`, or puts several blocks into a frame.
     """
 
     def __init__(
@@ -259,7 +264,17 @@ class Books:
 
     def _table(self, group_index: int) -> GroupTable:
         group = self.plan.groups[group_index]
-        assert self.plan.blocks_per_frame[group_index] == 1, "the allocator takes a block for a frame"
+        if self.plan.blocks_per_frame[group_index] != 1:
+            raise ValueError(
+                f"plan: group {group.name!r}: expected blocks that are frames, got {self.plan.blocks_per_frame} blocks "
+                "per frame: this store takes plans of layout 'buckets', 'bestfit' or 'overlay'"
+            )
+        unserved = [name for name, spec in group.layers.items() if spec.kind not in SERVED_KINDS]
+        if unserved:
+            raise ValueError(
+                f"plan: layer {unserved[0]!r}: expected one of the kinds {', '.join(SERVED_KINDS)}, "
+                f"got {group.layers[unserved[0]].kind!r}, which this store does not serve"
+            )
         rows_per_block = {spec.rows_per_block for spec in group.layers.values()}
         if len(rows_per_block) != 1:
             raise ValueError(

@@ -5,38 +5,30 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NoReturn
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import kvstore
+from kvstore.choose import GROUPINGS, LENGTHS
 from kvstore.errors import PlanError
-from kvstore.explain import (
-    LENGTHS,
-    bucket_sizes,
-    bytes_before_buckets,
-    capacity,
-    layer_range,
-    longest_sequence,
-    percent_over,
-    reach,
-    slot_range,
-    slot_runs,
-)
-from kvstore.memory import format_bytes
-from kvstore.planner import LAYOUTS, CachePlan, plan_cache
-from kvstore_kernels.formats import dtype_name
+from kvstore.plan import CachePlan
+from kvstore.plan_tables import show_comparison, show_plan
+from kvstore.planner import LAYOUTS, plan_cache
+from kvstore.spec_json import specs_from_json
 
 BAD_USAGE = 2
+
+MIN_WIDTH = 80
+"""Columns that tables take at least: in fewer, numbers would be cut off."""
 
 
 class _Parser(argparse.ArgumentParser):
     """Answers a mistake in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"{self.prog}: {message}\n")
+        self.exit(BAD_USAGE, f"{self.prog}: {_one_line(message)}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,22 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse leaves by exception, also after --help
         return stop.code if isinstance(stop.code, int) else 0
     try:
-        plan = plan_cache(
-            options.config,
-            memory=options.memory,
-            num_frames=options.frames,
-            kv_dtype=options.kv_dtype,
-            block_size=options.block_size,
-            layout=options.layout,
-            tensor_parallel=options.tensor_parallel,
-        )
+        plan = _plan(options)
+        other = None if options.compare is None else _other(Path(options.compare))
+        if options.plot is not None:
+            _plot(plan, options.plot)
     except PlanError as error:
-        print(f"kvstore plan: {error}", file=sys.stderr)
+        print(f"kvstore plan: {_one_line(str(error))}", file=sys.stderr)
         return BAD_USAGE
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.width = max(console.width, MIN_WIDTH)
     if options.json:
         print(plan.to_json())
+    elif options.explain:
+        print(plan.explain())
+    elif other is not None:
+        show_comparison(plan, other, console)
     else:
-        show_plan(plan, Console())
+        show_plan(plan, console)
     return 0
 
 
@@ -75,17 +68,104 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvstore {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="plan the cache memory of a model", allow_abbrev=False)
-    plan.add_argument("config", metavar="CONFIG", help="a Hugging Face config.json, or the folder that holds it")
+    plan.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a Hugging Face config.json, or the folder that holds it"
+    )
+    plan.add_argument("--specs", metavar="FILE", help="a JSON list of layer specs, in the place of CONFIG")
     size = plan.add_mutually_exclusive_group(required=True)
     size.add_argument("--memory", metavar="SIZE", help="memory to plan for, with its unit: 8GiB, 80GB, 512MiB")
     size.add_argument("--frames", metavar="N", type=int, help="number of frames instead, the null frame counted")
-    plan.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)} (default: auto)")
-    plan.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, MLA 64)")
-    plan.add_argument("--kv-dtype", metavar="DTYPE", help="dtype of cached rows (default: the config's, else bfloat16)")
-    plan.add_argument("--tensor-parallel", metavar="N", type=int, default=1, help="ranks that share the heads")
-    plan.add_argument("--json", action="store_true", help="print the plan itself, as CachePlan.from_json reads it")
+    choice = plan.add_argument_group("what is open to choice")
+    choice.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)} (default: auto)")
+    choice.add_argument("--grouping", default="auto", help=f"one of {', '.join(GROUPINGS)} (default: auto)")
+    choice.add_argument(
+        "--lengths",
+        metavar="N,N",
+        type=_lengths,
+        default=LENGTHS,
+        help=f"tokens of the sequences to plan for (default: {','.join(map(str, LENGTHS))})",
+    )
+    choice.add_argument("--frame-bytes", metavar="N", type=int, help="bytes of a frame in the layout frames")
+    choice.add_argument(
+        "--in-flight", metavar="N", type=int, default=8192, help="tokens that one step may write (default: 8192)"
+    )
+    model = plan.add_argument_group("what the model caches")
+    model.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, MLA 64)")
+    model.add_argument(
+        "--kv-dtype", metavar="DTYPE", help="dtype of cached rows (default: the config's, else bfloat16)"
+    )
+    model.add_argument("--state-dtype", metavar="DTYPE", help="dtype of recurrent states")
+    model.add_argument("--indexer-row-bytes", metavar="N", type=int, help="bytes of an indexer's row")
+    model.add_argument("--ring-states", action="store_true", help="compressor states of DeepSeek V4 as rings")
+    model.add_argument("--draft-layers", metavar="N", type=int, default=0, help="draft (MTP) layers that are run")
+    model.add_argument("--tensor-parallel", metavar="N", type=int, default=1, help="ranks that share the heads")
+    model.add_argument("--pipeline-stages", metavar="N", type=int, default=1, help="stages that share the layers")
+    model.add_argument("--pipeline-stage", metavar="N", type=int, help="which of them to plan, from 0")
+    output = plan.add_argument_group("what is shown: tables, unless")
+    shown = output.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="the plan itself, as CachePlan.from_json reads it")
+    shown.add_argument("--explain", action="store_true", help="all of it as text, bytes in full")
+    shown.add_argument("--compare", metavar="FILE", help="beside another plan, saved with --json")
+    output.add_argument("--plot", metavar="FILE", help="draw it as well, to a .svg or .png")
     commands.add_parser("demo", help="generate text with a small model (kvstore demo --help)", add_help=False)
     return parser
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers of tokens such as 512,8192, got {text!r}") from None
+
+
+def _plan(options: argparse.Namespace) -> CachePlan:
+    if (options.config is None) == (options.specs is None):
+        got = "neither" if options.specs is None else "both"
+        raise PlanError(f"expected exactly one of CONFIG and --specs, got {got}")
+    return plan_cache(
+        options.config if options.specs is None else specs_from_json(options.specs),
+        memory=options.memory,
+        num_frames=options.frames,
+        lengths=options.lengths,
+        grouping=options.grouping,
+        layout=options.layout,
+        frame_bytes=options.frame_bytes,
+        max_tokens_in_flight=options.in_flight,
+        kv_dtype=options.kv_dtype,
+        state_dtype=options.state_dtype,
+        block_size=options.block_size,
+        indexer_row_bytes=options.indexer_row_bytes,
+        num_draft_layers=options.draft_layers,
+        tensor_parallel=options.tensor_parallel,
+        pipeline_stages=options.pipeline_stages,
+        pipeline_stage=options.pipeline_stage,
+        ring_states=options.ring_states,
+    )
+
+
+def _other(path: Path) -> CachePlan:
+    try:
+        return CachePlan.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"--compare: cannot read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:  # PlanError, and bytes that are no text
+        raise PlanError(f"--compare: {str(path)!r}: {error}") from error
+
+
+def _plot(plan: CachePlan, path: str) -> None:
+    """Imported only here: matplotlib is an extra."""
+    try:
+        import_module("kvstore.plot").plot_plan(plan, path)
+    except ModuleNotFoundError as error:
+        if (error.name or "kvstore").startswith("kvstore"):
+            raise
+        raise PlanError(f"--plot: needs the module {error.name!r}: pip install 'paged-kvstore[plots]'") from error
+    except OSError as error:
+        raise PlanError(f"--plot: cannot write {path!r}: {error.strerror}") from error
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
 
 
 def _demo(arguments: list[str]) -> int:
@@ -106,87 +186,3 @@ def _version() -> str:
         return version("paged-kvstore")
     except PackageNotFoundError:
         return str(getattr(kvstore, "__version__", "unknown"))
-
-
-def show_plan(plan: CachePlan, console: Console) -> None:
-    """Prints a plan as tables: groups, layer slots, bytes per block, capacity."""
-    if not plan.groups:
-        console.print(plan.explain())
-        return
-    console.print(_groups_table(plan), _slots_table(plan), _bytes_table(plan), _capacity_table(plan))
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table; columns whose name ends in a number sign are right-aligned and, like the first, never broken."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
-    for index, column in enumerate(columns):
-        number = column.endswith("#")
-        table.add_column(
-            column.removesuffix("#"),
-            justify="right" if number else "left",
-            no_wrap=number or not index,
-            overflow="fold",
-        )
-    return table
-
-
-def _groups_table(plan: CachePlan) -> Table:
-    table = _table("Groups", "group", "keeps", "layers#", "rows", "block#", "pages#", "unused#")
-    for group in plan.groups:
-        formats = dict.fromkeys(
-            f"{spec.format.name} {dtype_name(spec.format.parts[0].dtype)}" for spec in group.layers.values()
-        )
-        table.add_row(
-            group.name,
-            reach(group),
-            f"{len(group.layers):,}",
-            ", ".join(formats),
-            f"{group.block_size:,} tokens",
-            f"{group.block_bytes:,} B",
-            f"{(plan.frame_bytes - group.block_bytes) / plan.frame_bytes:.1%}",
-        )
-    return table
-
-
-def _slots_table(plan: CachePlan) -> Table:
-    table = _table(f"Layer slots (layout {plan.layout})", "page#", "layer slot", "layers", "used by", "unused by")
-    for page_bytes in bucket_sizes(plan):
-        for run in slot_runs(plan, page_bytes):
-            table.add_row(
-                f"{page_bytes:,} B",
-                slot_range(run),
-                layer_range(run.layers),
-                "\n".join(run.groups),
-                "\n".join(run.unused_by) or "-",
-            )
-    return table
-
-
-def _bytes_table(plan: CachePlan) -> Table:
-    before = bytes_before_buckets(plan.groups)
-    table = _table("Bytes per block", "", "bytes#", "over the bound#")
-    table.add_row("lower bound (widest group)", f"{plan.lower_bound:,} B", "")
-    table.add_row(
-        f"this layout ({plan.layout})",
-        f"{plan.bytes_per_block:,} B",
-        percent_over(plan.bytes_per_block, plan.lower_bound),
-    )
-    table.add_row("rule before vLLM PR #44454", f"{before:,} B", percent_over(before, plan.lower_bound))
-    return table
-
-
-def _capacity_table(plan: CachePlan) -> Table:
-    longest = longest_sequence(plan)
-    alone = "any length" if longest is None else f"{longest:,} tokens"
-    table = _table(
-        f"Capacity: {plan.num_frames:,} blocks with the null block, {format_bytes(plan.arena_bytes)};\n"
-        f"longest sequence alone: {alone}",
-        "tokens#",
-        "blocks a sequence#",
-        "bytes a sequence#",
-        "sequences at once#",
-    )
-    for length in LENGTHS:
-        fits = capacity(plan, length)
-        table.add_row(f"{length:,}", f"{fits.frames:,}", format_bytes(fits.num_bytes), f"{fits.num_sequences:,}")
-    return table

@@ -1,120 +1,196 @@
-"""What a plan costs and why: figures about groups and their bytes, and the text that shows them."""
+"""What a plan costs and why: figures about its choices, and the text that shows them."""
 
+import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
-from kvstore.groups import CacheGroup
+from kvstore import capacity as capacity_of
+from kvstore import placement
+from kvstore.capacity import blocks_per_group, capacity, longest_sequence
+from kvstore.choose import LAYOUT_TOLERANCE, LAYOUTS, Considered, consider, group_layers
+from kvstore.demand import STORED
+from kvstore.errors import PlanError
+from kvstore.frames import FRAME_SHARE
+from kvstore.grouping import STRATEGIES
+from kvstore.groups import DRAFT_PREFIX, CacheGroup
 from kvstore.memory import format_bytes
-from kvstore.placement import LayerSlot, bucket_layers_by_page_size
-from kvstore_kernels.checks import cdiv
-
-LENGTHS = (1024, 8192, 131072)
-"""Sequence lengths, in tokens, at which capacity is shown."""
+from kvstore.placement import LayerSlot, Placement
+from kvstore.specs import LayerSpec
+from kvstore_kernels.formats import dtype_name
 
 
-class Plan(Protocol):
+class Plan(capacity_of.Plan, Protocol):
     """The part of a CachePlan that is explained."""
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]: ...
-    @property
     def layer_slots(self) -> tuple[LayerSlot, ...]: ...
     @property
-    def frame_bytes(self) -> int: ...
+    def placements(self) -> Mapping[str, Placement]: ...
     @property
-    def num_frames(self) -> int: ...
-    @property
-    def blocks_per_frame(self) -> tuple[int, ...]: ...
+    def block_strides(self) -> tuple[int, ...]: ...
     @property
     def layout(self) -> str: ...
     @property
     def lower_bound(self) -> int: ...
     @property
+    def lengths(self) -> tuple[int, ...]: ...
+    @property
     def arena_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How many sequences of `length` tokens fit at once, and what one of them holds: `blocks` of each group."""
-
-    length: int
-    blocks: tuple[int, ...]
-    frames: int
-    num_bytes: int
-    num_sequences: int
-
-
-def capacity(plan: Plan, length: int) -> Capacity:
-    """The capacity for sequences of `length` tokens between steps; the null frame holds none."""
-    blocks = tuple(blocks_per_sequence(group, length) for group in plan.groups)
-    frames = sum(cdiv(count, per_frame) for count, per_frame in zip(blocks, plan.blocks_per_frame, strict=True))
-    num_sequences = (plan.num_frames - 1) // frames if frames else 0
-    return Capacity(length, blocks, frames, frames * plan.frame_bytes, num_sequences)
-
-
-def blocks_per_sequence(group: CacheGroup, length: int) -> int:
-    """The most blocks a sequence of `length` tokens holds: all, or those its last window can touch.
-
-    A window of w tokens need not begin on a block boundary and so touches at most ceil((w - 1) / block) + 1 blocks.
-    """
-    blocks, window = cdiv(length, group.block_size), group.retention.window
-    return blocks if window is None else min(blocks, cdiv(window - 1, group.block_size) + 1)
-
-
-def longest_sequence(plan: Plan) -> int | None:
-    """The tokens of the longest sequence that fits alone; None when it can be of any length (windows only)."""
-    usable = plan.num_frames - 1
-    widths = [group.block_size * blocks for group, blocks in zip(plan.groups, plan.blocks_per_frame, strict=True)]
-    at_least, too_long = 0, usable * max(widths, default=0) + 1
-    if capacity(plan, too_long).frames <= usable:
-        return None
-    while too_long - at_least > 1:
-        middle = (at_least + too_long) // 2
-        if capacity(plan, middle).frames <= usable:
-            at_least = middle
-        else:
-            too_long = middle
-    return at_least
-
-
-def bytes_before_buckets(groups: Sequence[CacheGroup]) -> int:
-    """Bytes per block before vLLM pull request 44454: each page size has as many layer slots as the longest bucket."""
-    buckets = bucket_layers_by_page_size(groups)
-    return sum(buckets) * max(map(len, buckets.values()), default=0)
+    @property
+    def considered(self) -> tuple[Considered, ...]: ...
+    @property
+    def grouping(self) -> str: ...
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+    @property
+    def uncached(self) -> tuple[str, ...]: ...
+    @property
+    def max_tokens_in_flight(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """Neighbouring layer slots `first` ... `last` of a bucket in which the same groups have a layer."""
+    """Neighbouring layer slots `first` ... `last` of one size that the same groups use in the same way.
+
+    `waste` has (bytes of the run that a block leaves unused, names of the groups of such blocks).
+    """
 
     first: int
     last: int
+    page_bytes: int
     groups: tuple[str, ...]
-    unused_by: tuple[str, ...]
     layers: tuple[str, ...]
+    waste: tuple[tuple[int, tuple[str, ...]], ...]
 
 
-def slot_runs(plan: Plan, page_bytes: int) -> list[SlotRun]:
-    """The layer slots of one bucket as runs. A block of a group in `unused_by` wastes the pages of the run."""
-    runs: list[SlotRun] = []
-    for slot in plan.layer_slots:
-        if slot.page_bytes != page_bytes:
-            continue
-        uses = {group.name: not group.layers.keys().isdisjoint(slot.layers) for group in plan.groups}
-        groups = tuple(name for name, used in uses.items() if used)
-        if runs and runs[-1].groups == groups:
-            runs[-1] = replace(runs[-1], last=slot.index, layers=runs[-1].layers + slot.layers)
-        else:
-            unused_by = tuple(name for name, used in uses.items() if not used)
-            runs.append(SlotRun(slot.index, slot.index, groups, unused_by, slot.layers))
+PageRun = tuple[int, int, list[str], LayerSpec]
+"""Layers of one spec whose pages lie behind one another: first byte in a block, byte behind the last, layers, spec."""
+
+Column = tuple[str, Considered]
+"""A name and the figures under it, side by side with others."""
+
+
+def bytes_before_buckets(groups: Sequence[CacheGroup]) -> int:
+    """Bytes per block before vLLM pull request 44454: each page size has as many layer slots as the longest bucket."""
+    buckets = placement.bucket_layers_by_page_size(groups)
+    return sum(buckets) * max(map(len, buckets.values()), default=0)
+
+
+def slot_runs(plan: Plan) -> list[SlotRun]:
+    """The layer slots of a plan in "buckets" or "bestfit" as runs, in the order of the arena."""
+
+    def use(slot: LayerSlot) -> tuple[int, ...]:
+        held = set(slot.layers)
+        pages = [[spec.page_bytes for layer, spec in g.layers.items() if layer in held] for g in plan.groups]
+        return (slot.page_bytes, *(page[0] if page else 0 for page in pages))
+
+    runs, names = [], [group.name for group in plan.groups]
+    for (page_bytes, *pages), slots in groupby(plan.layer_slots, key=use):
+        members = list(slots)
+        unused: dict[int, list[str]] = {}
+        for name, page in zip(names, pages, strict=True):
+            unused.setdefault((page_bytes - page) * len(members), []).append(name)
+        waste = tuple((waste, tuple(groups)) for waste, groups in unused.items() if waste)
+        users = tuple(name for name, page in zip(names, pages, strict=True) if page)
+        layers = tuple(layer for slot in members for layer in slot.layers)
+        runs.append(SlotRun(members[0].index, members[-1].index, page_bytes, users, layers, waste))
     return runs
 
 
-def bucket_sizes(plan: Plan) -> dict[int, int]:
-    """Page bytes -> number of layer slots."""
-    return Counter(slot.page_bytes for slot in plan.layer_slots)
+def page_runs(plan: Plan, index: int) -> list[PageRun]:
+    """The pages of a block of group `index` in "overlay" or "frames", by their bytes."""
+    specs, runs = plan.groups[index].layers, list[PageRun]()
+    for layer in sorted(specs, key=lambda layer: plan.placements[layer].offset_bytes):
+        first = plan.placements[layer].offset_bytes
+        if not runs or (runs[-1][1], runs[-1][3]) != (first, specs[layer]):
+            runs.append((first, first, [], specs[layer]))
+        runs[-1] = (runs[-1][0], first + specs[layer].page_bytes, [*runs[-1][2], layer], specs[layer])
+    return runs
+
+
+def alike(plan: Plan) -> list[list[int]]:
+    """The groups by number, neighbours that differ only in which layers they hold together."""
+
+    def looks(index: int) -> object:
+        group, drafts = plan.groups[index], plan.groups[index].holds_draft
+        kinds = Counter(group.layers.values())
+        return stem(group.name), group.retention, group.block_size, kinds, drafts, plan.blocks_per_frame[index]
+
+    return [list(run) for _, run in groupby(range(len(plan.groups)), key=looks)]
+
+
+def regrouped(plan: Plan) -> tuple[list[Column], list[str]]:
+    """The plan's groups in "overlay" and those of the named strategies; and why others cannot be, one line each."""
+
+    def place_in_model(layer: str) -> tuple[bool, list[int]]:
+        return layer.startswith(DRAFT_PREFIX), [int(number) for number in re.findall(r"\d+", layer)[:1]]
+
+    specs = {layer: spec for group in plan.groups for layer, spec in group.layers.items()}
+    specs = {layer: specs[layer] for layer in sorted(specs, key=place_in_model)}
+    columns, problems = [("this plan", consider(plan.groups, "overlay", plan.lengths, None))], []
+    for name in STRATEGIES:
+        try:
+            columns.append((name, consider(group_layers(specs, name), "overlay", plan.lengths, None)))
+        except PlanError as error:
+            problems.append(f"{name}: cannot be, {str(error).split(': use ')[0]}")
+    return columns, problems
+
+
+def bounds(groups: Sequence[CacheGroup]) -> list[tuple[str, int]]:
+    """(name, bytes per block) of the lower bound and of every rule by which a block is a frame."""
+    widest = max(groups, key=lambda group: group.block_bytes)
+    return [
+        ("lower bound: pages of the widest group", placement.lower_bound_bytes(groups)),
+        ("its rows alone", widest.payload_bytes),
+        ("overlay", placement.overlay_bytes(groups)),
+        ("bestfit", sum(size for size, _ in placement.slots_by_rank(groups))),
+        ("buckets (vLLM PR #44454)", placement.pool_bytes_per_block(groups)),
+        ("the rule before that PR", bytes_before_buckets(groups)),
+    ]
+
+
+def sequence_bytes(plan: Plan, length: int) -> tuple[int, int]:
+    """Bytes of the pages of one sequence, and of their rows without padding."""
+    blocks = blocks_per_group(plan.groups, length)
+    held = list(zip(plan.groups, blocks, strict=True))
+    return sum(n * group.block_bytes for group, n in held), sum(n * group.payload_bytes for group, n in held)
+
+
+def why_taken(plan: Plan) -> str:
+    """The layout of the plan and the reason for it."""
+    scores = {entry.layout: entry.score for entry in plan.considered}
+    if len(scores) < 2:
+        return f"{plan.layout}, the only one looked at"
+    least = min(scores, key=lambda layout: scores[layout])
+    if least == plan.layout:
+        same = list(scores.values()).count(scores[least]) > 1
+        return f"{plan.layout}, the least score" + " and the first in the list that has it" * same
+    within = f"within {100 * (LAYOUT_TOLERANCE - 1):.0f} % of the least score ({least})"
+    return f"{plan.layout}, {within} and earlier in the list"
+
+
+def compared(plan: Plan, columns: Sequence[Column], show: Callable[[int, int], str]) -> list[list[str]]:
+    """Columns side by side; `show` writes (bytes of a sequence, bytes of its pages in the plan's groups)."""
+    entries = [entry for _, entry in columns]
+    own = [sequence_bytes(plan, length)[0] for length in plan.lengths]
+    return [
+        ["", *(name for name, _ in columns)],
+        ["groups", *(f"{entry.num_groups:,}" for entry in entries)],
+        ["frame bytes", *(f"{entry.frame_bytes:,}" for entry in entries)],
+        *(
+            [counted(length, "token"), *(show(entry.bytes_per_sequence[at], own[at]) for entry in entries)]
+            for at, length in enumerate(plan.lengths)
+        ),
+        ["score", *(f"{entry.score:.4f}" for entry in entries)],
+    ]
+
+
+def looked_at(plan: Plan) -> list[Column]:
+    """The layouts looked at; the one taken has a star."""
+    return [(f"{entry.layout}{' *' * (entry.layout == plan.layout)}", entry) for entry in plan.considered]
 
 
 def counted(number: int, noun: str) -> str:
@@ -123,13 +199,33 @@ def counted(number: int, noun: str) -> str:
 
 
 def reach(group: CacheGroup) -> str:
-    """Which rows the group keeps: "full", "window 1,024"."""
-    return "full" if group.retention.window is None else f"window {group.retention.window:,}"
+    """Which rows the group keeps: "full", "window 1,024", "chunk 8,192", "ring, 1 block", "state, 1 block"."""
+    kept = group.retention
+    if kept.kind in ("ring", "state"):
+        return f"{kept.kind}, {counted(kept.blocks or 1, 'block')}"
+    number = kept.window or kept.chunk
+    return kept.kind if number is None else f"{'window' if kept.window else 'chunk'} {number:,}"
+
+
+def rows_of(specs: Iterable[LayerSpec]) -> str:
+    """The row formats of some layers: "kv bfloat16", "latent bfloat16 /4" where a row covers 4 tokens."""
+    names = (
+        f"{spec.format.name} {dtype_name(spec.format.parts[0].dtype)}"
+        + (f" /{spec.tokens_per_row}" if spec.tokens_per_row > 1 else "")
+        for spec in specs
+    )
+    return ", ".join(dict.fromkeys(names))
 
 
 def layer_range(layers: Sequence[str]) -> str:
     """One or two names as they are, more as "first ... last (how many)"."""
     return ", ".join(layers) if len(layers) <= 2 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
+
+
+def group_range(names: Sequence[str]) -> str:
+    """Names of groups, at most six; those that differ in their last number only as "first ... last (how many)"."""
+    runs = [layer_range(list(run)) for _, run in groupby(names, key=stem)]
+    return ", ".join(runs if len(runs) <= 6 else [*runs[:5], f"{len(runs) - 5} more"])
 
 
 def slot_range(run: SlotRun) -> str:
@@ -142,68 +238,163 @@ def percent_over(value: int, base: int) -> str:
     return f"{100 * (value - base) / base:+.1f} %" if base else "+0.0 %"
 
 
+def blocks_text(plan: Plan, blocks: Sequence[int]) -> str:
+    """Blocks of each group, "64 + 32 + 16"; of groups that are alike once, "36 x 1"."""
+    runs = [(f"{len(run)} x " if len(run) > 1 else "", blocks[run[0]]) for run in alike(plan)]
+    return " + ".join(f"{times}{count:,}" for times, count in runs)
+
+
+def borrowed(plan: Plan) -> list[str]:
+    """Layers without a cache of their own, one line for each layer that lends it, and one for those without any."""
+    readers: dict[str, list[str]] = {}
+    for layer, owner in plan.aliases.items():
+        readers.setdefault(owner, []).append(layer)
+    lines = [f"{layer_range(layers)} read the cache of {owner}" for owner, layers in readers.items()]
+    if len(lines) > 6:
+        lines[5:] = [f"... and {len(lines) - 5} more layers whose cache others read"]
+    return lines + [f"no cache: {layer_range(plan.uncached)}"] * bool(plan.uncached)
+
+
 def explain_plan(plan: Plan) -> str:
-    """Readable text: groups, buckets and layer slots, bytes per block beside their bounds, waste, capacity."""
-    if not plan.groups:
-        return f"No layer keeps a cache: {plan.arena_bytes} B, {plan.num_frames} block (the null block)."
-    return "\n".join([*_groups(plan), "", *_buckets(plan), "", *_bytes(plan), "", *_capacity(plan)])
+    """Readable text: groups, their places, every layout and grouping compared, bounds, waste, capacity."""
+    if not plan.placements:
+        what = f"No layer keeps a cache: {plan.arena_bytes} B, {plan.num_frames} block (the null block)."
+        empty = [f"  group {group.name}: no layer here" for group in plan.groups]
+        return "\n".join([what, *empty, *(f"  {line}" for line in borrowed(plan))])
+    parts = (_groups, _layout, _layouts_compared, _groupings_compared, _bytes, _capacity)
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := part(plan)))
 
 
 def _groups(plan: Plan) -> list[str]:
-    lines = [f"Groups ({len(plan.groups)}): layers that allocate and free together"]
-    for group in plan.groups:
+    lines = [f"Groups ({len(plan.groups)}, grouping {plan.grouping}): layers that allocate and free together"]
+    for run in alike(plan):
+        group, stride = plan.groups[run[0]], plan.block_strides[run[0]]
+        layers = [layer for index in run for layer in plan.groups[index].layers]
+        each = f"{len(run)} groups, each of " if len(run) > 1 else ""
+        lines.append(
+            f"  {group_range([plan.groups[index].name for index in run])}: {each}"
+            f"{counted(len(group.layers), 'layer')}, {reach(group)}, {group.block_size} tokens a block"
+        )
+        if not layers:
+            lines.append(f"    no layer here, and a block of it takes {stride:,} B all the same")
+            continue
         lines += [
-            f"  {group.name}: {counted(len(group.layers), 'layer')}, {reach(group)}, {group.block_size} tokens a block",
-            f"    {layer_range(list(group.layers))}",
-            f"    pages of one block {group.block_bytes:,} B: rows {group.payload_bytes:,} B, "
-            f"padding {group.block_bytes - group.payload_bytes:,} B; "
-            f"waste {plan.frame_bytes - group.block_bytes:,} B of {plan.frame_bytes:,} B",
+            f"    {layer_range(layers)}; rows {rows_of(group.layers.values())}{'; draft' * group.holds_draft}",
+            f"    pages of one block {group.block_bytes:,} B: rows {group.payload_bytes:,} B, padding "
+            f"{group.block_bytes - group.payload_bytes:,} B; waste {stride - group.block_bytes:,} B of {stride:,} B "
+            f"({(stride - group.block_bytes) / stride:.1%})",
         ]
+    return lines + [f"  {line}" for line in borrowed(plan)]
+
+
+def _layout(plan: Plan) -> list[str]:
+    if plan.layout in ("buckets", "bestfit"):
+        return _slots(plan)
+    unit = "frames" if plan.layout == "frames" else "blocks"
+    lines = [
+        f"Layout {plan.layout}: 1 slot tensor of {plan.num_frames:,} {unit} of {plan.frame_bytes:,} B, "
+        "the pages of a group dense from byte 0 of its block"
+    ]
+    if plan.layout == "frames":
+        share = f"1/{FRAME_SHARE} of the memory ({plan.arena_bytes // FRAME_SHARE:,} B)"
+        lines.append(f"  a frame takes at most {share}, or one block of the widest group where that is more")
+    for run in alike(plan):
+        group, stride, per_frame = plan.groups[run[0]], plan.block_strides[run[0]], plan.blocks_per_frame[run[0]]
+        many = f"{counted(per_frame, 'block')} a frame, " if plan.layout == "frames" else ""
+        lines.append(f"  {group_range([plan.groups[index].name for index in run])}: {many}block stride {stride:,} B")
+        for first, end, layers, spec in page_runs(plan, run[0]):
+            pages = f"pages of {spec.page_bytes:,} B, {rows_of([spec])}"
+            lines.append(f"    bytes {first:,} ... {end - 1:,}: {layer_range(layers)}, {pages}")
+        if group.block_bytes < stride:
+            lines.append(f"    bytes {group.block_bytes:,} ... {stride - 1:,}: unused")
     return lines
 
 
-def _buckets(plan: Plan) -> list[str]:
+def _slots(plan: Plan) -> list[str]:
     lines = [
         f"Layout {plan.layout}: {counted(len(plan.layer_slots), 'layer slot')}, "
         f"each with a tensor of {plan.num_frames:,} pages"
     ]
-    for page_bytes, num_slots in bucket_sizes(plan).items():
-        lines.append(
-            f"  bucket of {page_bytes:,} B pages x {counted(num_slots, 'layer slot')} = "
-            f"{page_bytes * num_slots:,} B a block"
-        )
-        for run in slot_runs(plan, page_bytes):
-            waste = (run.last - run.first + 1) * page_bytes
-            unused = f"; waste {waste:,} B in blocks of {', '.join(run.unused_by)}" if run.unused_by else ""
-            lines.append(
-                f"    layer slot {slot_range(run)}: {layer_range(run.layers)} of {', '.join(run.groups)}{unused}"
-            )
+    noun = "bucket" if plan.layout == "buckets" else "ranks"
+    for page_bytes, runs in groupby(slot_runs(plan), key=lambda run: run.page_bytes):
+        members = list(runs)
+        many = sum(run.last - run.first + 1 for run in members)
+        pages = f"{noun} of {page_bytes:,} B pages x {counted(many, 'layer slot')}"
+        lines.append(f"  {pages} = {page_bytes * many:,} B a block")
+        for run in members:
+            waste = "".join(f"; waste {waste:,} B in blocks of {group_range(names)}" for waste, names in run.waste)
+            users = f"{layer_range(run.layers)} of {group_range(run.groups)}"
+            lines.append(f"    layer slot {slot_range(run)}: {users}{waste}")
     return lines
 
 
-def _bytes(plan: Plan) -> list[str]:
-    before = bytes_before_buckets(plan.groups)
+def _exact(num_bytes: int, own: int) -> str:
+    return f"{num_bytes:,} B ({percent_over(num_bytes, own)})"
+
+
+def _layouts_compared(plan: Plan) -> list[str]:
+    if not plan.considered:
+        return []
+    missing = [layout for layout in LAYOUTS if layout not in {entry.layout for entry in plan.considered}]
     return [
-        "Bytes per block",
-        f"  this layout ({plan.layout}): {plan.frame_bytes:,} B "
-        f"({percent_over(plan.frame_bytes, plan.lower_bound)} over the lower bound)",
-        f"  lower bound (the widest group): {plan.lower_bound:,} B",
-        f"  rule before vLLM PR #44454 (every page size as often as the longest bucket): {before:,} B "
-        f"({percent_over(before, plan.lower_bound)})",
+        "Layouts compared: bytes of one sequence, over its own pages",
+        *_aligned(compared(plan, looked_at(plan), _exact)),
+        f"  * taken: {why_taken(plan)}",
+        *([f"  not looked at: {', '.join(missing)}"] if missing else []),
+    ]
+
+
+def _groupings_compared(plan: Plan) -> list[str]:
+    columns, problems = regrouped(plan)
+    return [
+        "Groupings compared: the plan's layers in the layout overlay, bytes of one sequence, over its own pages",
+        *_aligned(compared(plan, columns, _exact)[:-1]),
+        *(f"  {line}" for line in problems),
+    ]
+
+
+def _bytes(plan: Plan) -> list[str]:
+    strides = sorted(set(plan.block_strides))
+    this = f"{strides[0]:,} B" + (f" ... {strides[-1]:,} B, by group" if len(strides) > 1 else "")
+    return [
+        "Bytes per block of these groups, over the lower bound",
+        *_aligned([[name, f"{size:,} B", percent_over(size, plan.lower_bound)] for name, size in bounds(plan.groups)]),
+        f"  this layout ({plan.layout}): {this} ({percent_over(strides[-1], plan.lower_bound)})",
     ]
 
 
 def _capacity(plan: Plan) -> list[str]:
-    longest = longest_sequence(plan)
+    longest, flight = longest_sequence(plan, plan.num_frames), plan.max_tokens_in_flight
+    unit = "frame" if plan.layout == "frames" else "block"
     lines = [
-        f"Capacity of {format_bytes(plan.arena_bytes)}: {plan.num_frames:,} blocks, of which 1 is the null block",
-        "  longest sequence alone: " + ("any length" if longest is None else f"{longest:,} tokens"),
+        f"Capacity of {format_bytes(plan.arena_bytes)}: {counted(plan.num_frames, unit)}, one of them the null {unit}",
+        "  longest sequence alone: " + ("any length" if longest is None else counted(longest, "token")),
     ]
-    for length in LENGTHS:
+    for length in plan.lengths:
         fits = capacity(plan, length)
-        lines.append(
-            f"  {length:,} tokens: {counted(fits.num_sequences, 'sequence')} at once, each of "
-            f"{counted(fits.frames, 'block')} ({' + '.join(f'{count:,}' for count in fits.blocks)}), "
-            f"{format_bytes(fits.num_bytes)}"
-        )
+        lines += [
+            f"  {counted(length, 'token')}: {counted(fits.num_sequences, 'sequence')} at once "
+            f"({counted(fits.num_tokens, 'token')}), each of {counted(sum(fits.blocks), 'block')} "
+            f"({blocks_text(plan, fits.blocks)})",
+            f"    one takes {format_bytes(fits.num_bytes)}, its rows {format_bytes(sequence_bytes(plan, length)[1])}",
+        ]
+        for stored in STORED if flight else ():
+            busy = blocks_per_group(plan.groups, length, flight, stored=stored)
+            held = f"{counted(sum(busy), 'block')} ({blocks_text(plan, busy)})"
+            lines.append(f"    with {min(flight, length):,} of its tokens in flight, stored {stored!r}: {held}")
     return lines
+
+
+def _aligned(grid: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of columns, the first one to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    return [
+        f"  {row[0]:<{widths[0]}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in grid
+    ]
+
+
+def stem(name: str) -> str:
+    """The name of a group without the number that tells it from others like it."""
+    return re.sub(r"\.\d+$", "", name)

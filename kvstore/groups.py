@@ -2,21 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from types import MappingProxyType
 
 from kvstore.errors import PlanError, plan_int
-from kvstore.specs import LayerSpec, Retention
+from kvstore.specs import Alias, AnySpec, LayerSpec, NoCache, Retention
+from kvstore_kernels.formats import ALIGNMENT_BYTES
 
-GROUPINGS = ("auto", "uniform")
+DRAFT_PREFIX = "draft."
+"""Names of the layers of a draft model (MTP) begin with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers with the same block size and retention; they share one block table.
 
-    `layers` maps layer names to specs, in the order in which the model creates its caches.
+    `layers` maps layer names to specs, in the order in which the model creates its caches. A group may be empty: of
+    several workers, one may own none of a group's layers, and the group still counts blocks there.
 
-    Raises: PlanError that names the layer when it is unlike the group, and for a group without layers or names.
+    Raises: PlanError that names the layer when it is unlike the group, and for a group without a name.
     """
 
     name: str
@@ -31,8 +35,6 @@ class CacheGroup:
         if not isinstance(self.retention, Retention):
             raise PlanError(f"CacheGroup {self.name!r}: retention: expected a Retention, got {self.retention!r}")
         check_layers(f"CacheGroup {self.name!r}", self.layers)
-        if not self.layers:
-            raise PlanError(f"CacheGroup {self.name!r}: layers: expected at least one, got none")
         for layer, spec in self.layers.items():
             if spec.block_size != self.block_size:
                 raise PlanError(
@@ -56,6 +58,16 @@ class CacheGroup:
         """The same without padding."""
         return sum(spec.payload_bytes for spec in self.layers.values())
 
+    @property
+    def stride_multiple(self) -> int:
+        """What the distance between blocks must be a multiple of when all layers share it."""
+        return lcm(ALIGNMENT_BYTES, *(spec.stride_multiple for spec in self.layers.values()))
+
+    @property
+    def holds_draft(self) -> bool:
+        """Whether a layer of a draft model is in the group; only such groups give up a block to the drafter."""
+        return any(layer.startswith(DRAFT_PREFIX) for layer in self.layers)
+
 
 def check_layers(owner: str, layers: object) -> None:
     """Raises PlanError unless `layers` maps non-empty strings to LayerSpecs."""
@@ -66,23 +78,6 @@ def check_layers(owner: str, layers: object) -> None:
             raise PlanError(f"{owner}: layer name: expected a non-empty string, got {layer!r}")
         if not isinstance(spec, LayerSpec):
             raise PlanError(f"{owner}: layer {layer!r}: expected a LayerSpec, got {spec!r}")
-
-
-def group_layers(specs: Mapping[str, LayerSpec], grouping: str = "auto") -> list[CacheGroup]:
-    """Groups of layers with equal block size, rows per block and retention ("uniform", as "auto"), in layer order.
-
-    Raises: PlanError for an unknown grouping, or specs that are no mapping of names to LayerSpecs.
-    """
-    if grouping not in GROUPINGS:
-        raise PlanError(f"grouping: expected one of {', '.join(GROUPINGS)}, got {grouping!r}")
-    check_layers("group_layers", specs)
-    alike: dict[tuple[int, int, Retention], dict[str, LayerSpec]] = {}
-    for layer, spec in specs.items():
-        alike.setdefault((spec.block_size, spec.tokens_per_row, spec.retention), {})[layer] = spec
-    return [
-        CacheGroup(_name(block_size, tokens_per_row, retention), layers, block_size, retention)
-        for (block_size, tokens_per_row, retention), layers in alike.items()
-    ]
 
 
 def check_groups(groups: Sequence[CacheGroup]) -> None:
@@ -103,6 +98,33 @@ def check_groups(groups: Sequence[CacheGroup]) -> None:
             owners[layer] = group.name
 
 
-def _name(block_size: int, tokens_per_row: int, retention: Retention) -> str:
-    reach = "full" if retention.window is None else f"window{retention.window}"
-    return f"{reach}_b{block_size}" + (f"_t{tokens_per_row}" if tokens_per_row > 1 else "")
+@dataclass(frozen=True, slots=True)
+class CachedLayers:
+    """The layers of a model by what they do: own a cache, read that of another (`aliases`), or keep none."""
+
+    owners: dict[str, LayerSpec]
+    aliases: dict[str, str]
+    uncached: tuple[str, ...]
+
+
+def cached_layers(specs: Mapping[str, AnySpec]) -> CachedLayers:
+    """Sorts specs; a chain of aliases ends at the layer that owns the bytes.
+
+    Raises: PlanError for specs that are no mapping of names to specs, and an alias of no layer that owns a cache.
+    """
+    owners = {
+        layer: spec
+        for layer, spec in (specs.items() if isinstance(specs, Mapping) else ())
+        if not isinstance(spec, Alias | NoCache)
+    }
+    check_layers("specs", owners if isinstance(specs, Mapping) else specs)
+    aliases: dict[str, str] = {}
+    for layer, spec in specs.items():
+        seen, owner = {layer}, spec
+        while isinstance(owner, Alias):
+            target = owner.of
+            if target in seen or target not in specs or isinstance(specs[target], NoCache):
+                raise PlanError(f"layer {layer!r}: alias: expected the name of a layer with a cache, got {target!r}")
+            seen.add(target)
+            owner, aliases[layer] = specs[target], target
+    return CachedLayers(owners, aliases, tuple(layer for layer, spec in specs.items() if isinstance(spec, NoCache)))

@@ -1,19 +1,27 @@
-"""From groups to bytes: the layouts, and the proof that a placement is safe.
+"""From groups to bytes: the layouts. All are pure functions of groups, and all fill in one address rule.
 
-The layout "buckets" sorts layers by page size. A bucket is a list of layer slots; a slot takes at most one layer of
-each group, so the layers in it never live at the same time and share one slot tensor:
+    buckets   one slot tensor per page size and layer slot: page n of a size, of every group, in slot n of that size
+    bestfit   one slot tensor per rank: the largest pages of all groups share slot 0, the next ones slot 1, ...
+    overlay   one slot tensor: the pages of a group dense from byte 0 of a block, a block as wide as the widest group
+    frames    one slot tensor, cut into frames; each group puts as many blocks into a frame as fit
 
-    groups A: a0 a1 (32 KiB) a2 (8 KiB)      slot tensor 32 KiB/0 | a0 b0 |   one page of 32 KiB per block
-           B: b0 (32 KiB)                    slot tensor 32 KiB/1 | a1    |
-                                             slot tensor  8 KiB/0 | a2    |   one page of 8 KiB per block
+    groups A: a0 a1 (32 KiB) a2 (8 KiB)   buckets: 32/0 | a0 b0 |  bestfit: 32 | a0 b0 |  overlay: | a0 a1 a2 |
+           B: b0 (32 KiB) b1 (16 KiB)              32/1 | a1    |           32 | a1 b1 |           | b0 b1    |
+                                                    8/0 | a2    |            8 | a2    |
+                                                   16/0 | b1    |
+
+In each of them a block of memory (a frame) belongs to one group at a time, so layers of several groups may lie on the
+same bytes. Within a group, the pages of a block are disjoint. `kvstore.proof` proves both of every plan.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from math import lcm
 
 from kvstore.errors import PlanError, plan_int
 from kvstore.groups import CacheGroup, check_groups
+from kvstore.specs import LayerSpec
+from kvstore_kernels.checks import round_up
 from kvstore_kernels.formats import ALIGNMENT_BYTES
 
 
@@ -21,8 +29,8 @@ from kvstore_kernels.formats import ALIGNMENT_BYTES
 class LayerSlot:
     """One layer slot and its slot tensor: bytes `offset_bytes` ... `offset_bytes + num_bytes` of the arena.
 
-    The slot tensor holds `page_bytes` for each frame. `index` counts the layer slots of one bucket; `layers` are at
-    most one of each group.
+    The slot tensor holds `page_bytes` for each frame. `index` counts the layer slots of one page size. In the layouts
+    "buckets" and "bestfit" `layers` are at most one of each group; in "overlay" and "frames" the one slot has all.
     """
 
     page_bytes: int
@@ -54,7 +62,14 @@ class Placement:
             plan_int(f"Placement: {name}", getattr(self, name), minimum)
 
 
-def bucket_layers_by_page_size(groups: Sequence[CacheGroup]) -> dict[int, list[list[str]]]:
+Placed = tuple[tuple[LayerSlot, ...], dict[str, Placement]]
+"""What a layout makes: the layer slots in the order of the arena, and the place of every layer."""
+
+Buckets = dict[int, list[list[str]]]
+"""Bytes per block -> layer slots of that size -> their layers."""
+
+
+def bucket_layers_by_page_size(groups: Sequence[CacheGroup]) -> Buckets:
     """`{page_bytes: [layers of slot 0, layers of slot 1, ...]}`, the rule of vLLM pull request 44454.
 
     Within a group, the n-th layer of a page size goes to slot n of that size's bucket. Sizes, slots and layers keep
@@ -62,44 +77,67 @@ def bucket_layers_by_page_size(groups: Sequence[CacheGroup]) -> dict[int, list[l
 
     Raises: PlanError when a layer is in two groups.
     """
-    check_groups(groups)
-    buckets: dict[int, list[list[str]]] = {}
-    for group in groups:
-        next_slot: dict[int, int] = {}
-        for layer, spec in group.layers.items():
-            slots = buckets.setdefault(spec.page_bytes, [])
-            index = next_slot.get(spec.page_bytes, 0)
-            if index == len(slots):
-                slots.append([])
-            slots[index].append(layer)
-            next_slot[spec.page_bytes] = index + 1
-    return buckets
+    return _bucket(groups, lambda spec: spec.page_bytes)
 
 
 def pool_bytes_per_block(groups: Sequence[CacheGroup]) -> int:
-    """Bytes one block takes in the layout "buckets": sum over page sizes of page size x number of its layer slots.
+    """Bytes of one block by that rule: sum over page sizes of page size x number of its layer slots.
 
     Raises: PlanError when a layer is in two groups.
     """
     return sum(page_bytes * len(slots) for page_bytes, slots in bucket_layers_by_page_size(groups).items())
 
 
-def place_buckets(groups: Sequence[CacheGroup], num_frames: int) -> tuple[tuple[LayerSlot, ...], dict[str, Placement]]:
-    """One slot tensor of `num_frames` pages per layer slot, behind one another in the arena; pages dense in each.
+def slots_by_stride(groups: Sequence[CacheGroup]) -> Buckets:
+    """`bucket_layers_by_page_size` with every page rounded up to the stride that its readers demand."""
+    return _bucket(groups, lambda spec: spec.dense_stride_bytes)
 
-    Raises: PlanError when a layer is in two groups or `num_frames` is below 1.
+
+def _bucket(groups: Sequence[CacheGroup], size_of: Callable[[LayerSpec], int]) -> Buckets:
+    check_groups(groups)
+    buckets: Buckets = {}
+    for group in groups:
+        next_slot: dict[int, int] = {}
+        for layer, spec in group.layers.items():
+            size = size_of(spec)
+            slots = buckets.setdefault(size, [])
+            index = next_slot.get(size, 0)
+            if index == len(slots):
+                slots.append([])
+            slots[index].append(layer)
+            next_slot[size] = index + 1
+    return buckets
+
+
+def slots_by_rank(groups: Sequence[CacheGroup]) -> list[tuple[int, list[str]]]:
+    """(bytes, layers) of each rank: the n-th largest page of every group, as wide as the largest of them.
+
+    Rounded up to the stride demands of the layers in it. Raises: PlanError when a layer is in two groups.
     """
-    plan_int("num_frames", num_frames, 1)
-    layer_slots: list[LayerSlot] = []
-    placements: dict[str, Placement] = {}
-    offset_bytes = 0
-    for page_bytes, slots in bucket_layers_by_page_size(groups).items():
-        for index, layers in enumerate(slots):
-            for layer in layers:
-                placements[layer] = Placement(len(layer_slots), 0, page_bytes)
-            layer_slots.append(LayerSlot(page_bytes, index, tuple(layers), offset_bytes, num_frames * page_bytes))
-            offset_bytes += num_frames * page_bytes
-    return tuple(layer_slots), placements
+    check_groups(groups)
+    specs = {layer: spec for group in groups for layer, spec in group.layers.items()}
+    ordered = [sorted(group.layers, key=lambda layer: rank_order(specs[layer])) for group in groups]
+    ranks = []
+    for rank in range(max(map(len, ordered), default=0)):
+        layers = [group[rank] for group in ordered if rank < len(group)]
+        multiple = lcm(*(specs[layer].stride_multiple for layer in layers))
+        ranks.append((round_up(max(specs[layer].page_bytes for layer in layers), multiple), layers))
+    return ranks
+
+
+def rank_order(spec: LayerSpec) -> tuple[int, int]:
+    """The key by which a group's layers are ranked: larger pages first, among equals those with the larger demand."""
+    return -spec.page_bytes, -spec.stride_multiple
+
+
+def stride_multiple(groups: Iterable[CacheGroup]) -> int:
+    """What a block stride that all groups share must be a multiple of: the lcm of all demands, at least 16 B."""
+    return lcm(ALIGNMENT_BYTES, *(group.stride_multiple for group in groups))
+
+
+def overlay_bytes(groups: Sequence[CacheGroup]) -> int:
+    """Bytes of one block in the layout "overlay": the widest group, rounded up to the stride demands."""
+    return round_up(lower_bound_bytes(groups), stride_multiple(groups))
 
 
 def lower_bound_bytes(groups: Iterable[CacheGroup]) -> int:
@@ -107,126 +145,83 @@ def lower_bound_bytes(groups: Iterable[CacheGroup]) -> int:
     return max((group.block_bytes for group in groups), default=0)
 
 
-def prove_placement(
-    groups: Sequence[CacheGroup],
-    layer_slots: Sequence[LayerSlot],
-    placements: Mapping[str, Placement],
-    *,
-    frame_bytes: int,
-    num_frames: int,
-    blocks_per_frame: Sequence[int],
-) -> None:
-    """Proves for every layout that groups cannot touch each other's bytes, nor blocks and layers of a group their own.
+def place_buckets(groups: Sequence[CacheGroup], num_frames: int) -> Placed:
+    """One slot tensor of `num_frames` pages per layer slot, behind one another in the arena; pages dense in each.
 
-    Each layer lies in one slot tensor, a layer slot holds no bytes of two live pages, and slot tensors are disjoint.
-    Only corners are looked at: addresses are linear in the block id, so what holds at the ends holds between them.
+    Raises: PlanError when a layer is in two groups or `num_frames` is below 1.
+    """
+    slots = [(size, layers) for size, slots in slots_by_stride(groups).items() for layers in slots]
+    return _place_slots(slots, num_frames)
 
-    Raises: PlanError that names the layer or the layer slot, the numbers and the rule.
+
+def place_bestfit(groups: Sequence[CacheGroup], num_frames: int) -> Placed:
+    """One slot tensor per rank; a page narrower than its slot leaves the rest of it unused.
+
+    Raises: PlanError when a layer is in two groups or `num_frames` is below 1.
+    """
+    return _place_slots(slots_by_rank(groups), num_frames)
+
+
+def place_overlay(groups: Sequence[CacheGroup], num_frames: int) -> Placed:
+    """One slot tensor of blocks as wide as the widest group; each group's pages dense from byte 0 of a block.
+
+    Raises: PlanError when a layer is in two groups or `num_frames` is below 1.
+    """
+    return place_frames(groups, num_frames, overlay_bytes(groups), (1,) * len(groups))
+
+
+def place_frames(
+    groups: Sequence[CacheGroup], num_frames: int, frame_bytes: int, blocks_per_frame: Sequence[int]
+) -> Placed:
+    """One slot tensor of frames; a group cuts a frame into `blocks_per_frame` equal blocks, its pages dense in each.
+
+    Raises: PlanError when a layer is in two groups, a frame is no whole number of a group's blocks, a block is
+        narrower than its pages, or `num_frames` is below 1.
     """
     check_groups(groups)
-    if len(blocks_per_frame) != len(groups):
-        raise PlanError(f"blocks_per_frame: expected {len(groups)} entries, one per group, got {len(blocks_per_frame)}")
-    _prove_slot_tensors(layer_slots, frame_bytes, num_frames)
-    _prove_listing(groups, layer_slots, placements)
+    plan_int("num_frames", num_frames, 1)
+    placements: dict[str, Placement] = {}
     for group, blocks in zip(groups, blocks_per_frame, strict=True):
-        plan_int(f"group {group.name!r}: blocks_per_frame", blocks, 1)
-        in_slot: dict[int, list[str]] = {}
-        for layer in group.layers:
-            in_slot.setdefault(placements[layer].layer_slot, []).append(layer)
-            _prove_layer(group, layer, layer_slots, placements[layer], num_frames, blocks)
-        for layers in in_slot.values():
-            _prove_neighbours(group, layers, placements)
-
-
-def _prove_slot_tensors(layer_slots: Sequence[LayerSlot], frame_bytes: int, num_frames: int) -> None:
-    """Slot tensors hold one page per frame, are aligned and disjoint, and fill `num_frames * frame_bytes` bytes."""
-    for slot in layer_slots:
-        name = f"layer slot {slot.page_bytes} B/{slot.index}"
-        _prove_aligned(name, offset_bytes=slot.offset_bytes, num_bytes=slot.num_bytes)
-        if slot.num_bytes != num_frames * slot.page_bytes:
+        stride, rest = divmod(frame_bytes, blocks)
+        if rest or stride < group.block_bytes:
             raise PlanError(
-                f"{name}: num_bytes: expected {num_frames} frames x {slot.page_bytes} B = "
-                f"{num_frames * slot.page_bytes}, got {slot.num_bytes}"
+                f"group {group.name!r}: blocks_per_frame: expected a divisor of the frame of {frame_bytes} B that "
+                f"leaves at least {group.block_bytes} B a block, got {blocks}"
             )
-    in_order = sorted(layer_slots, key=lambda slot: slot.offset_bytes)
-    for before, after in pairwise(in_order):
-        if before.end_bytes > after.offset_bytes:
-            raise PlanError(
-                f"layer slot {after.page_bytes} B/{after.index} begins at byte {after.offset_bytes}, inside the one "
-                f"before it, {before.page_bytes} B/{before.index}, which ends at {before.end_bytes}"
-            )
-    arena_bytes = sum(slot.num_bytes for slot in layer_slots)
-    if in_order and in_order[-1].end_bytes > arena_bytes:
-        raise PlanError(f"layer slots: expected to end inside the {arena_bytes} B arena, got {in_order[-1].end_bytes}")
-    if arena_bytes != num_frames * frame_bytes:
-        raise PlanError(
-            f"arena_bytes: expected num_frames x frame_bytes = {num_frames} x {frame_bytes} = "
-            f"{num_frames * frame_bytes}, got {arena_bytes}"
-        )
+        offset_bytes = 0
+        for layer in _side_by_side(group):
+            placements[layer] = Placement(0, offset_bytes, stride)
+            offset_bytes += group.layers[layer].page_bytes
+    if not placements:
+        return (), {}
+    return (LayerSlot(frame_bytes, 0, tuple(placements), 0, num_frames * frame_bytes),), placements
 
 
-def _prove_listing(
-    groups: Sequence[CacheGroup], layer_slots: Sequence[LayerSlot], placements: Mapping[str, Placement]
-) -> None:
-    """Every layer of the groups is placed exactly once, in the layer slot that lists it, and nothing else is."""
-    listed = [(layer, number) for number, slot in enumerate(layer_slots) for layer in slot.layers]
-    if len(dict(listed)) != len(listed):
-        raise PlanError("layer slots: expected every layer once, got one twice")
-    placed = {layer: placement.layer_slot for layer, placement in placements.items()}
-    if dict(listed) != placed:
-        wrong = sorted(layer for layer in dict(listed).keys() | placed if dict(listed).get(layer) != placed.get(layer))
-        raise PlanError(f"placements: expected the layer slots to list the same layers, they differ in {wrong}")
-    layers = {layer for group in groups for layer in group.layers}
-    if layers != placed.keys():
-        raise PlanError(
-            f"placements: expected every layer of the groups and no other; missing {sorted(layers - placed.keys())}, "
-            f"unknown {sorted(placed.keys() - layers)}"
-        )
+def _side_by_side(group: CacheGroup) -> Iterable[str]:
+    """The group's layers with those of one spec next to each other: such a run lies at equal distances."""
+    runs: dict[LayerSpec, list[str]] = {}
+    for layer, spec in group.layers.items():
+        runs.setdefault(spec, []).append(layer)
+    return (layer for run in runs.values() for layer in run)
 
 
-def _prove_layer(
-    group: CacheGroup,
-    layer: str,
-    layer_slots: Sequence[LayerSlot],
-    placement: Placement,
-    num_frames: int,
-    blocks_per_frame: int,
-) -> None:
-    """Block b of the layer lies inside frame `b // blocks_per_frame` of its slot tensor, aligned."""
-    stride, page_bytes = placement.block_stride_bytes, group.layers[layer].page_bytes
-    _prove_aligned(f"layer {layer!r}", offset_bytes=placement.offset_bytes, block_stride_bytes=stride)
-    frame_bytes = layer_slots[placement.layer_slot].page_bytes
-    for frame in (0, num_frames - 1):
-        for in_frame in (0, blocks_per_frame - 1):
-            block = frame * blocks_per_frame + in_frame
-            start = placement.offset_bytes + block * stride
-            if start < frame * frame_bytes or start + page_bytes > (frame + 1) * frame_bytes:
-                raise PlanError(
-                    f"layer {layer!r}: block {block} takes bytes {start} ... {start + page_bytes} of its slot tensor, "
-                    f"expected inside frame {frame}, {frame * frame_bytes} ... {(frame + 1) * frame_bytes}"
-                )
+def _place_slots(slots: Sequence[tuple[int, Sequence[str]]], num_frames: int) -> Placed:
+    plan_int("num_frames", num_frames, 1)
+    layer_slots: list[LayerSlot] = []
+    placements: dict[str, Placement] = {}
+    offset_bytes, of_size = 0, dict.fromkeys((size for size, _ in slots), 0)
+    for size, layers in slots:
+        for layer in layers:
+            placements[layer] = Placement(len(layer_slots), 0, size)
+        layer_slots.append(LayerSlot(size, of_size[size], tuple(layers), offset_bytes, num_frames * size))
+        of_size[size] += 1
+        offset_bytes += num_frames * size
+    return tuple(layer_slots), placements
 
 
-def _prove_neighbours(group: CacheGroup, layers: Sequence[str], placements: Mapping[str, Placement]) -> None:
-    """Pages of one group in one slot tensor are disjoint: side by side within a stride that all of them share."""
-    in_order = sorted(layers, key=lambda layer: placements[layer].offset_bytes)
-    first, last = placements[in_order[0]], placements[in_order[-1]]
-    for layer, after in pairwise(in_order):
-        end = placements[layer].offset_bytes + group.layers[layer].page_bytes
-        if end > placements[after].offset_bytes or placements[after].block_stride_bytes != first.block_stride_bytes:
-            raise PlanError(
-                f"layer {after!r}: expected behind the page of {layer!r}, which ends at byte {end}, and its stride "
-                f"{first.block_stride_bytes}; got {placements[after]}"
-            )
-    span = last.offset_bytes + group.layers[in_order[-1]].page_bytes - first.offset_bytes
-    if span > first.block_stride_bytes:
-        raise PlanError(
-            f"layer {in_order[0]!r}: block_stride_bytes: expected at least the {span} B that one block of group "
-            f"{group.name!r} takes in the slot tensor, got {first.block_stride_bytes}"
-        )
-
-
-def _prove_aligned(owner: str, **numbers: int) -> None:
-    for name, number in numbers.items():
-        if number % ALIGNMENT_BYTES:
-            raise PlanError(f"{owner}: {name}: expected a multiple of {ALIGNMENT_BYTES}, got {number}")
+PLACERS: Mapping[str, Callable[[Sequence[CacheGroup], int], Placed]] = {
+    "buckets": place_buckets,
+    "bestfit": place_bestfit,
+    "overlay": place_overlay,
+}
+"""The layouts in which a block is a frame, in the order in which `auto` prefers them."""

@@ -13,7 +13,7 @@ from kvstore.arena import Arena
 from kvstore.audit import audit
 from kvstore.batch import Batch, batch_bytes, gather_range, make_batch
 from kvstore.books import Books, Step
-from kvstore.planner import CachePlan
+from kvstore.plan import CachePlan
 from kvstore.staging import Staging
 from kvstore_kernels import PageView
 from kvstore_kernels.checks import expect_int
@@ -92,7 +92,7 @@ class KVStore:
         self._backend = kernels.resolve_backend(backend, self.device)
         self._books = Books(plan, **limits)
         self._arena = None if device is None else Arena(plan, self.device)
-        self._group_of = {layer: index for index, group in enumerate(plan.groups) for layer in group.layers}
+        self._group_of = {layer: plan.group_index(layer) for layer in (*plan.layers, *plan.aliases)}
         self._zeroed_layers = self._layers_to_zero(zero_new)
         num_buffers = BATCHES_PER_STEP * max_in_flight
         self._staging = Staging(
@@ -174,10 +174,12 @@ class KVStore:
     def write(self, layer: str, batch: Batch, *parts: torch.Tensor) -> None:
         """Writes the batch's rows of one layer: K and V [T, num_kv_heads, head_dim], or the latent row [T, dim].
 
-        Raises: ValueError / TypeError for an unknown layer, a committed batch, and parts of another shape, dtype or
-            device than the layer's format.
+        Raises: ValueError / TypeError for an unknown layer or an alias, a committed batch, and parts of another shape,
+            dtype or device than the layer's format.
         """
         view, group = self._layer(layer, batch)
+        if layer in self.plan.aliases:
+            raise ValueError(f"layer: {layer!r} reads the cache of {self.plan.owner(layer)!r} and has none to write")
         self._books.expect_uncommitted(batch.step)
         for part in parts:
             if isinstance(part, torch.Tensor) and part.ndim and part.shape[0] != batch.num_tokens:
@@ -248,7 +250,7 @@ class KVStore:
             batch.row_lens[group],
             q,
             softmax_scale=softmax_scale,
-            window=self.plan.groups[group].retention.window,
+            window=self.plan.spec(layer).window,
             out=out,
             backend=self._backend,
         )
@@ -290,7 +292,7 @@ class KVStore:
         self._group(layer)
         if self._arena is None:
             raise ValueError("device: this store keeps books only; give it a device to have pages")
-        return self._arena.views[layer]
+        return self._arena.views[self.plan.owner(layer)]
 
     def stats(self) -> StoreStats:
         """Blocks by state, now."""

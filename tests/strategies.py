@@ -8,20 +8,23 @@ import torch
 from hypothesis import strategies as st
 
 from kvstore.groups import CacheGroup
-from kvstore.specs import LayerSpec, Retention, full_attention, latent, sliding_window
+from kvstore.layers import full_attention, latent, sliding_window
+from kvstore.specs import KINDS, LayerSpec, Retention
 from kvstore_kernels.formats import kv_format, latent_format
+from kvstore_kernels.quantised import state_format
 
-row_formats = st.one_of(
-    st.builds(
-        kv_format,
-        st.integers(1, 3),
-        st.sampled_from([1, 5, 8, 64]),
-        st.none() | st.sampled_from([1, 8]),
-        st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-        packed=st.booleans(),
-    ),
-    st.builds(latent_format, st.sampled_from([24, 36]), st.just(16), st.sampled_from([torch.bfloat16, torch.float32])),
+kv_rows = st.builds(
+    kv_format,
+    st.integers(1, 3),
+    st.sampled_from([1, 5, 8, 64]),
+    st.none() | st.sampled_from([1, 8]),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    packed=st.booleans(),
 )
+latent_rows = st.builds(
+    latent_format, st.sampled_from([24, 36]), st.just(16), st.sampled_from([torch.bfloat16, torch.float32])
+)
+row_formats = kv_rows | latent_rows
 
 
 def padded_group(name, pages, block_size=16, window=None):
@@ -37,7 +40,7 @@ def padded_group(name, pages, block_size=16, window=None):
 @st.composite
 def layer_specs(draw: st.DrawFn, block_size: int, window: int | None) -> LayerSpec:
     """A spec of that block size and window; some cover two tokens a row, some have padded pages."""
-    row_format = draw(row_formats.filter(lambda rows: rows.value_dim is None) if window else row_formats)
+    row_format = draw(kv_rows if window else row_formats)
     kind = "sliding_window" if window else "full" if row_format.value_dim is None else "latent"
     tokens_per_row = draw(st.sampled_from([1, 2])) if block_size % 2 == 0 and not window else 1
     needed = row_format.page_bytes(block_size // tokens_per_row)
@@ -87,3 +90,41 @@ def brute_force_pages_do_not_touch(plan):
                 used[page] = True
                 assert np.isin(frame_at[page], (-1, block // per_frame)).all()
                 frame_at[page] = block // per_frame
+
+
+@st.composite
+def specs_of_any_kind(draw: st.DrawFn, demands: bool = False) -> dict[str, LayerSpec]:
+    """One to five types of layers of any kind, one to seven layers each, mixed in layer order.
+
+    With `demands` readers of some layers want block strides that are multiples of an odd number of bytes.
+    """
+    layers: list[tuple[str, LayerSpec]] = []
+    for number in range(draw(st.integers(1, 5))):
+        block_size = draw(st.sampled_from([1, 3, 4, 8]))
+        kind = draw(st.sampled_from(KINDS))
+        picks = draw(
+            st.lists(st.sampled_from(draw(_kinds_of_pages(kind, block_size, demands))), min_size=1, max_size=7)
+        )
+        layers += [(f"{number}.{index}.{kind}", spec) for index, spec in enumerate(picks)]
+    return dict(draw(st.permutations(layers)))
+
+
+@st.composite
+def _kinds_of_pages(draw: st.DrawFn, kind: str, block_size: int, demands: bool) -> list[LayerSpec]:
+    """One to three specs of one kind, block size and retention."""
+    reach = {"sliding_window": "window", "latent_window": "window", "chunked": "chunk"}.get(kind)
+    options = {reach: draw(st.integers(1, 40))} if reach else {}
+    if kind == "state":
+        options["speculative_blocks"] = draw(st.integers(0, 2))
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        plain = kind in ("full", "sliding_window", "chunked")
+        rows = draw(kv_rows if plain else latent_rows)
+        if kind == "state":
+            rows = state_format([("s", (draw(st.integers(1, 5)), 3), torch.float32)])
+        tokens = draw(st.sampled_from([1, 2])) if kind in ("full", "latent") and block_size % 2 == 0 else 1
+        multiple = draw(st.sampled_from([16, 48, 72, 656])) if demands else 16
+        found.append(
+            LayerSpec(kind, block_size, rows, tokens, block_stride_multiple=multiple, **options)  # type: ignore[arg-type]
+        )
+    return found

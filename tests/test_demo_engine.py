@@ -351,7 +351,7 @@ def test_demo_answers_bad_arguments(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "1KiB"], "memory: one block needs"),
+        (["--memory", "1KiB"], "memory: one token needs"),
         (["--memory", "64KiB"], "out of blocks"),
         (["--chunk", "3"], "--chunk: expected at least 7, one token for each prompt, got 3"),
         (["--max-tokens", "2000"], "--max-tokens: expected at most 5"),

@@ -129,6 +129,28 @@ BAD_FORMATS = {
         ValueError,
         "dtype: expected the name of a torch dtype such as 'bfloat16', got None",
     ),
+    "narrow head pitch": (lambda: replace(K, head_pitch_bytes=126), ValueError, "head_pitch_bytes: .* >= 128, got 126"),
+    "odd head pitch": (
+        lambda: replace(K, head_pitch_bytes=129),
+        ValueError,
+        "'k': head_pitch_bytes: expected a multiple of 2, the size of torch.bfloat16, got 129",
+    ),
+    "shape list": (lambda: RowPart("s", FP32, 1, 6, shape=[2, 3]), TypeError, "'s': shape: expected a tuple, got list"),
+    "small shape": (
+        lambda: RowPart("s", FP32, 2, 3, shape=(5,)),
+        ValueError,
+        r"'s': shape: expected dimensions of 6 elements, num_heads \* head_dim, got \(5,\)",
+    ),
+    "no dimension": (
+        lambda: RowPart("s", FP32, 1, 1, shape=()),
+        ValueError,
+        "shape: expected dimensions of 1 elements",
+    ),
+    "shape and pitch": (
+        lambda: replace(K, head_pitch_bytes=128, shape=(128,)),
+        ValueError,
+        "'k': head_pitch_bytes: expected None beside a shape, got 128",
+    ),
     "no parts": (lambda: RowFormat("x", (), ()), ValueError, "'x': parts: expected at least one, got none"),
     "same names": (lambda: RowFormat("x", (K, K), (512,)), ValueError, r"expected distinct names, got \['k', 'k'\]"),
     "no such area": (lambda: RowFormat("x", (K, V), (256,)), ValueError, "part 'v': expected an area below 1, got 1"),
@@ -136,6 +158,16 @@ BAD_FORMATS = {
         lambda: RowFormat("x", (K, RowPart("v", BF16, 2, 64, offset_bytes=128)), (512,)),
         ValueError,
         "part 'v' starts at byte 128, inside the part before it, which ends at 256",
+    ),
+    "overlap of heads": (
+        lambda: RowFormat("x", (replace(K, head_pitch_bytes=142), replace(V, area=0, offset_bytes=128)), (512,)),
+        ValueError,
+        "part 'k' starts at byte 142, inside the part before it, which ends at 384",
+    ),
+    "last head outside": (
+        lambda: RowFormat("x", (replace(K, head_pitch_bytes=256),), (256,)),
+        ValueError,
+        "part 'k' ends at byte 384, behind the record of 256",
     ),
     "outside": (
         lambda: RowFormat("x", (K,), (254,)),
@@ -196,6 +228,31 @@ class TestPageView:
         message = f"memory: expected a slice that starts at a multiple of 2 bytes in its storage, got {offset}"
         with pytest.raises(ValueError, match=message):
             PageView(memory, 0, 32, 1, 4, latent_format(4, 2))
+
+    def test_tensor_of_heads_between_other_parts(self):
+        parts = RowPart("k", BF16, 2, 2, 0, 0, head_pitch_bytes=12), RowPart("v", BF16, 2, 4, 0, 4, head_pitch_bytes=12)
+        view = make_view(RowFormat("x", parts, (24,)), rows_per_block=2, num_blocks=2, fill=0, gap_bytes=16)
+        assert (parts[1].num_bytes, parts[1].span_bytes, parts[1].runs()) == (16, 20, [(4, 12), (16, 24)])
+        view.tensor("v")[1, 1, 1, 0] = -2.0  # 0xC000
+        assert view.memory.nonzero().flatten().tolist() == [48 + view.block_stride_bytes + 24 + 4 + 12 + 1]
+        assert view.tensor("k").shape == (2, 2, 2, 2)
+
+    def test_tensor_of_a_part_with_a_shape(self):
+        part = RowPart("state", FP32, 2, 12, shape=(2, 3, 4))
+        view = make_view(RowFormat("x", (part,), (96,)), rows_per_block=3, num_blocks=2, fill=0)
+        tensor = view.tensor("state")
+        assert (tensor.shape, tensor.stride()[2:]) == ((2, 3, 2, 3, 4), (12, 4, 1))
+        tensor[1, 2, 1, 0, 3] = -0.0
+        assert view.memory.nonzero().flatten().tolist() == [48 + view.block_stride_bytes + 2 * 96 + 15 * 4 + 3]
+
+    def test_part_between_elements(self):
+        row_format = RowFormat("x", (RowPart("c", torch.uint8, 1, 3), RowPart("s", FP32, 1, 1, area=1)), (3, 4))
+        make_view(row_format, rows_per_block=4)
+        message = (
+            "rows_per_block: expected one that puts part 's' at a multiple of 4 bytes of a page, got 5, which puts"
+        )
+        with pytest.raises(ValueError, match=message):
+            make_view(row_format, rows_per_block=5)
 
     def test_unknown_part(self):
         with pytest.raises(ValueError, match="part: expected one of latent"):
@@ -339,5 +396,5 @@ QUANTISED = RowFormat(
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_rows_of_other_formats_are_not_moved(backend):
     view = make_view(QUANTISED)
-    with pytest.raises(ValueError, match="view: expected a format of one or two parts of one element size"):
+    with pytest.raises(ValueError, match="view: expected a format of one or two dense parts of one element size"):
         write_rows(view, torch.tensor([0]), torch.zeros(1, 1, 128, dtype=torch.uint8), torch.zeros(1), backend=backend)

@@ -4,9 +4,11 @@ import re
 
 import pytest
 
+from kvstore.choose import group_layers
 from kvstore.errors import PlanError
-from kvstore.groups import CacheGroup, check_groups, group_layers
-from kvstore.specs import LayerSpec, Retention, full_attention, latent, sliding_window
+from kvstore.groups import CacheGroup, cached_layers, check_groups
+from kvstore.layers import full_attention, latent, sliding_window
+from kvstore.specs import Alias, LayerSpec, NoCache, Retention
 from kvstore_kernels.formats import kv_format
 
 FULL = Retention("full")
@@ -21,14 +23,13 @@ def test_layers_with_one_block_size_and_retention_form_a_group_in_layer_order():
         "layers.4.attn": latent(block_size=16),
         "layers.5.attn": sliding_window(2, 64, window=64),
     }
-    groups = group_layers(specs)
+    groups = group_layers(specs, "uniform")
     assert [(group.name, list(group.layers)) for group in groups] == [
         ("window128_b16", ["layers.0.attn", "layers.2.attn"]),
         ("full_b16", ["layers.1.attn", "layers.4.attn"]),
         ("full_b64", ["layers.3.attn"]),
         ("window64_b16", ["layers.5.attn"]),
     ]
-    assert group_layers(specs, "uniform") == groups
     assert {layer: spec for group in groups for layer, spec in group.layers.items()} == specs
 
 
@@ -60,7 +61,6 @@ A = {"a": full_attention(2, 64)}
         (lambda: CacheGroup("", A, 16, FULL), "CacheGroup: name: expected a non-empty string, got ''"),
         (lambda: CacheGroup("g", A, 0, FULL), "CacheGroup 'g': block_size: expected an integer >= 1, got 0"),
         (lambda: CacheGroup("g", A, 16, "full"), "CacheGroup 'g': retention: expected a Retention, got 'full'"),
-        (lambda: CacheGroup("g", {}, 16, FULL), "CacheGroup 'g': layers: expected at least one, got none"),
         (lambda: CacheGroup("g", ["a"], 16, FULL), "layers: expected a mapping of layer names to LayerSpecs"),
         (lambda: CacheGroup("g", {"": A["a"]}, 16, FULL), "layer name: expected a non-empty string, got ''"),
         (lambda: CacheGroup("g", {7: A["a"]}, 16, FULL), "layer name: expected a non-empty string, got 7"),
@@ -68,10 +68,11 @@ A = {"a": full_attention(2, 64)}
         (lambda: CacheGroup("g", A, 32, FULL), "layer 'a': expected the group's block size 32, got 16"),
         (
             lambda: CacheGroup("g", A, 16, Retention("sliding_window", 8)),
-            "layer 'a': expected the group's Retention(kind='sliding_window', window=8), got Retention(kind='full'",
+            "layer 'a': expected the group's Retention(kind='sliding_window', window=8, chunk=None, blocks=None), ",
         ),
-        (lambda: group_layers(A, "packed"), "grouping: expected one of auto, uniform, got 'packed'"),
-        (lambda: group_layers([A["a"]]), "layers: expected a mapping of layer names to LayerSpecs"),
+        (lambda: group_layers(A, "tight"), "grouping: expected one of auto, uniform, equal, packed, got 'tight'"),
+        (lambda: group_layers(A, layout="tight"), "layout: expected one of auto, buckets, bestfit, overlay, frames"),
+        (lambda: group_layers([A["a"]]), "specs: layers: expected a mapping of layer names to LayerSpecs"),
         (lambda: check_groups(["g"]), "groups: expected CacheGroups, got 'g'"),
         (
             lambda: check_groups([CacheGroup("g", A, 16, FULL), CacheGroup("g", {"b": A["a"]}, 16, FULL)]),
@@ -88,10 +89,33 @@ def test_a_group_that_cannot_be_is_refused(make, message):
         make()
 
 
-def test_layers_with_other_rows_per_block_are_a_group_of_their_own():
+def test_layers_that_differ_only_in_tokens_per_row_share_a_group():
     rows = kv_format(1, 8)
     specs = {"a": LayerSpec("full", 8, rows), "b": LayerSpec("full", 8, rows, tokens_per_row=4)}
-    assert [(group.name, list(group.layers)) for group in group_layers(specs)] == [
-        ("full_b8", ["a"]),
-        ("full_b8_t4", ["b"]),
-    ]
+    assert [(group.name, list(group.layers)) for group in group_layers(specs, "uniform")] == [("full_b8", ["a", "b"])]
+
+
+def test_a_group_may_be_empty_on_a_worker_that_owns_none_of_its_layers():
+    group = CacheGroup("g", {}, 16, FULL)
+    assert (group.block_bytes, group.payload_bytes, group.stride_multiple) == (0, 0, 16)
+
+
+def test_o06_exactly_the_groups_with_a_draft_layer_are_marked():
+    spec = full_attention(1, 8)
+    groups = [CacheGroup("g", {"layers.0.attn": spec}, 16, FULL), CacheGroup("h", {"draft.0.attn": spec}, 16, FULL)]
+    assert [group.holds_draft for group in groups] == [False, True]
+
+
+def test_layers_are_sorted_by_what_they_cache():
+    spec = full_attention(1, 8)
+    layers = cached_layers({"a": spec, "b": Alias("a"), "c": Alias("b"), "d": NoCache()})
+    assert layers.owners == {"a": spec}
+    assert layers.aliases == {"b": "a", "c": "a"}
+    assert layers.uncached == ("d",)
+
+
+@pytest.mark.parametrize("target", ["a", "b", "gone", "none"])
+def test_an_alias_of_no_cache_is_refused(target):
+    specs = {"a": Alias(target), "b": Alias("a"), "none": NoCache()}
+    with pytest.raises(PlanError, match="layer 'a': alias: expected the name of a layer with a cache, got "):
+        cached_layers(specs)

@@ -16,20 +16,20 @@ ROOT = Path(__file__).parent.parent
 # kvstore to any public module of kvstore_kernels.
 LEVELS = {
     "kvstore_kernels": {
-        "checks": 0, "formats": 0, "pages": 0, "launch": 0, "pieces": 0, "reads": 0, "tiles": 0,
+        "checks": 0, "formats": 0, "quantised": 0, "pages": 0, "launch": 0, "pieces": 0, "reads": 0, "tiles": 0,
         "softmax": 0, "splits": 0,
         "write": 1, "gather": 1, "mla": 1, "gqa": 1, "merge": 1, "reference": 1,
         "ops": 2,
     },
     "kvstore": {
-        "errors": 0, "memory": 0,
-        "specs": 1, "allocator": 1, "prefix": 1,
-        "models": 2, "groups": 2, "tables": 2,
-        "placement": 3, "explain": 3,
-        "planner": 4,
+        "errors": 0, "memory": 0, "frames": 0,
+        "specs": 1, "layers": 1, "spec_json": 1, "demand": 1, "allocator": 1, "prefix": 1,
+        "models": 2, "groups": 2, "unify": 2, "grouping": 2, "tables": 2,
+        "placement": 3, "proof": 3, "choose": 3, "capacity": 3, "explain": 3,
+        "plan": 4, "planner": 4, "workers": 4,
         "arena": 5, "staging": 5, "books": 5, "batch": 5, "audit": 5,
         "store": 6,
-        "demo": 7,
+        "demo": 7, "plan_tables": 7, "plot": 7,
         "cli": 8, "__main__": 9,
     },
 }  # fmt: skip
@@ -131,11 +131,14 @@ def test_files_stay_short() -> None:
 
 
 PUBLIC = {
-    kvstore: """Batch CacheGroup CachePlan KVStore LayerSlot LayerSpec Opened OutOfBlocks Placement PlanError Retention
-        SequenceError StoreStats __version__ bucket_layers_by_page_size full_attention group_layers latent plan_cache
-        pool_bytes_per_block sliding_window specs_from_config""",
-    kvstore_kernels: """BACKENDS FORMATS PageView RowFormat RowPart gather_rows gqa_decode kv_format latent_format
-        merge_partials mla_decode resolve_backend write_rows""",
+    kvstore: """Alias Batch CacheGroup CachePlan Capacity KVStore LayerSlot LayerSpec NoCache Opened OutOfBlocks
+        Placement PlanError Retention SequenceError StoreStats __version__ bucket_layers_by_page_size chunked_attention
+        count_replicas full_attention group_layers latent plan_cache plan_distributed plan_workers
+        pool_bytes_per_block promote_windows recurrent_state sliding_window specs_from_config specs_from_json""",
+    kvstore_kernels: """BACKENDS FORMATS PageView Quantised RowFormat RowPart bytes_format dsv4_format
+        fp8_ds_mla_format gather_rows gqa_decode indexer_format kv_format latent_format merge_partials mla_decode
+        mxfp8_latent_format nvfp4_ds_mla_format nvfp4_latent_format resolve_backend state_format token_head_format
+        write_rows""",
 }
 
 

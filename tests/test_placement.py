@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from strategies import cache_groups
 from strategies import padded_group as group
 
+from kvstore.choose import group_layers
 from kvstore.errors import PlanError
 from kvstore.explain import bytes_before_buckets
-from kvstore.groups import group_layers
+from kvstore.layers import full_attention, latent
 from kvstore.placement import (
     LayerSlot,
     Placement,
@@ -21,7 +22,6 @@ from kvstore.placement import (
     pool_bytes_per_block,
 )
 from kvstore.planner import plan_cache
-from kvstore.specs import full_attention, latent
 
 K13 = next(
     case

@@ -7,7 +7,8 @@ import pytest
 from strategies import padded_group as group
 
 from kvstore.errors import PlanError
-from kvstore.placement import LayerSlot, Placement, place_buckets, prove_placement
+from kvstore.placement import LayerSlot, Placement, place_buckets
+from kvstore.proof import prove_placement
 
 
 def prove(groups, layer_slots, placements, num_frames, frame_bytes=None, blocks_per_frame=None):

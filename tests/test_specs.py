@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from kvstore.errors import PlanError
-from kvstore.specs import KINDS, LayerSpec, Retention, full_attention, latent, sliding_window
+from kvstore.layers import chunked_attention, full_attention, latent, recurrent_state, sliding_window
+from kvstore.specs import KINDS, Alias, LayerSpec, Retention
 from kvstore_kernels.formats import RowFormat, RowPart, kv_format, latent_format
+from kvstore_kernels.quantised import bytes_format, dsv4_format
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,32 @@ def test_rows_are_fewer_than_tokens_when_a_row_covers_several():
 def test_retention_is_what_layers_of_a_group_share():
     assert full_attention(1, 8).retention == latent(24, 16).retention == Retention("full")
     assert sliding_window(1, 8, window=7).retention == Retention("sliding_window", 7)
+    assert chunked_attention(1, 8, chunk=64).retention == Retention("chunked", chunk=64)
+    assert LayerSpec("ring", 8, latent_format(24, 16)).retention == Retention("ring")
+    state = recurrent_state([("conv", (3, 8), torch.bfloat16)], speculative_blocks=2, checkpoint_blocks=1)
+    assert state.retention == Retention("state", blocks=4)
+    assert [rule.is_fixed for rule in (state.retention, Retention("ring"), Retention("full"))] == [True, True, False]
+
+
+def test_a_full_layer_may_remember_a_window_that_bounds_reading_only():
+    spec = replace(full_attention(1, 8), window=4)
+    assert (spec.window, spec.retention) == (4, Retention("full"))
+
+
+def test_a_state_is_one_row_of_tensors_whatever_its_block_size():
+    tensors = [("conv", (3, 8192), torch.bfloat16), ("recurrent", (32, 128, 128), torch.float32)]
+    for block_size in (16, 1056):
+        spec = recurrent_state(tensors, block_size=block_size)
+        assert (spec.rows_per_block, spec.payload_bytes, spec.page_bytes) == (1, 2_146_304, 2_146_304)
+    assert spec.format.part("recurrent").shape == (32, 128, 128)
+    assert recurrent_state(tensors, padded_page_bytes=2_162_688).page_bytes == 2_162_688
+
+
+def test_strides_are_whole_multiples_of_what_readers_demand():
+    spec = replace(latent(), block_stride_multiple=1152)
+    assert (spec.stride_multiple, spec.dense_stride_bytes) == (1152, 73_728)
+    odd = replace(latent(block_size=3), block_stride_multiple=1000)
+    assert (odd.page_bytes, odd.stride_multiple, odd.dense_stride_bytes) == (3456, 2000, 4000)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +73,12 @@ def test_retention_is_what_layers_of_a_group_share():
     [
         full_attention(2, 72, 40, dtype=torch.float16, block_size=5, padded_page_bytes=8192),
         sliding_window(2, 80, window=9, packed=True),
-        latent(),
+        replace(chunked_attention(1, 8, chunk=48), block_stride_multiple=96, num_shards=2),
+        latent(tokens_per_row=4),
+        LayerSpec("latent_window", 4, dsv4_format(), window=8),
+        LayerSpec("hidden_state", 16, bytes_format(64)),
+        LayerSpec("ring", 8, latent_format(24, 16)),
+        recurrent_state([("s", (2, 3, 4), torch.float32)], speculative_blocks=1, checkpoint_blocks=2),
     ],
     ids=KINDS,
 )
@@ -66,14 +99,32 @@ ROWS = kv_format(2, 64)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LayerSpec("rotary", 16, ROWS), "kind: expected one of full, sliding_window, latent, got 'rotary'"),
+        (lambda: LayerSpec("rotary", 16, ROWS), "kind: expected one of full, sliding_window, chunked, latent, "),
         (lambda: LayerSpec("full", 16, "kv"), "LayerSpec 'full': format: expected a RowFormat, got 'kv'"),
-        (lambda: LayerSpec("full", 0, ROWS), "LayerSpec 'full': block_size: expected an integer >= 1, got 0"),
+        (
+            lambda: LayerSpec("full", 0, ROWS),
+            "LayerSpec 'full': block_size: expected an integer in [1, 2147483647], got 0",
+        ),
+        (lambda: LayerSpec("full", 2**31, ROWS), "block_size: expected an integer in [1, 2147483647], got 2147483648"),
+        (
+            lambda: full_attention(64, 64, block_size=2**30),
+            "block_size: expected pages of at most 1099511627776 B, got",
+        ),
         (lambda: LayerSpec("full", 16.0, ROWS), "block_size: expected an integer, got 16.0 of type float"),
         (lambda: LayerSpec("full", True, ROWS), "block_size: expected an integer, got True of type bool"),
         (lambda: LayerSpec("full", 16, ROWS, -2), "tokens_per_row: expected an integer >= 1, got -2"),
         (lambda: LayerSpec("full", 16, ROWS, 3), "tokens_per_row: expected a divisor of the block size 16, got 3"),
-        (lambda: LayerSpec("full", 16, ROWS, window=4), "window: only sliding_window layers have one, got 4"),
+        (lambda: LayerSpec("full", 16, ROWS, window=0), "window: expected an integer in [1, 2147483647], got 0"),
+        (lambda: LayerSpec("chunked", 16, ROWS, window=4, chunk=8), "window: this kind has none, got 4"),
+        (lambda: LayerSpec("chunked", 16, ROWS), "LayerSpec 'chunked': chunk: expected an integer, got None"),
+        (lambda: LayerSpec("full", 16, ROWS, chunk=8), "chunk: only chunked layers have one, got 8"),
+        (lambda: LayerSpec("ring", 16, ROWS, 2), "tokens_per_row: expected 1 for this kind, got 2"),
+        (lambda: LayerSpec("full", 16, ROWS, speculative_blocks=1), "speculative_blocks: expected an integer in"),
+        (lambda: LayerSpec("full", 16, ROWS, block_stride_multiple=0), "block_stride_multiple: expected an integer"),
+        (lambda: LayerSpec("full", 16, ROWS, num_shards=0), "num_shards: expected an integer >= 1, got 0"),
+        (lambda: LayerSpec(["full"], 16, ROWS), "kind: expected one of"),
+        (lambda: recurrent_state([]), "state: "),
+        (lambda: Alias(""), "Alias: of: expected the name of a layer, got ''"),
         (lambda: LayerSpec("sliding_window", 16, ROWS), "window: expected an integer, got None"),
         (lambda: sliding_window(2, 64, window=0), "window: expected an integer in [1, 2147483647], got 0"),
         (
@@ -82,7 +133,7 @@ ROWS = kv_format(2, 64)
         ),
         (
             lambda: LayerSpec("sliding_window", 4, ROWS, tokens_per_row=2, window=8),
-            "tokens_per_row: expected 1 beside a window, got 2",
+            "tokens_per_row: expected 1 for this kind, got 2",
         ),
         (
             lambda: LayerSpec("sliding_window", 4, latent(24, 16).format, window=8),
@@ -90,12 +141,11 @@ ROWS = kv_format(2, 64)
         ),
         (
             lambda: full_attention(2, 64, dtype=torch.float64),
-            "dtype: expected one of bfloat16, float16, float32, got float64",
+            "dtype: expected one of bfloat16, float16, float32, float8_e4m3fn, got torch.float64",
         ),
-        (lambda: LayerSpec("latent", 64, ROWS), "format: expected one with a value_dim, got 'kv' without"),
         (lambda: latent(512, 576), "value_dim: expected an integer in [1, 512], got 576"),
         (lambda: full_attention(0, 64), "num_heads: expected an integer >= 1, got 0"),
-        (lambda: full_attention(2, 64, dtype="bf16"), "dtype: expected a torch.dtype, got 'bf16'"),
+        (lambda: full_attention(2, 64, dtype="bf16"), "float32, float8_e4m3fn, got 'bf16'"),
         (
             lambda: full_attention(2, 64, padded_page_bytes=8176),
             "padded_page_bytes: expected an integer >= 8192, got 8176",
@@ -106,10 +156,13 @@ ROWS = kv_format(2, 64)
         ),
         (lambda: Retention("full", 4), "Retention 'full': window: expected None, got 4"),
         (lambda: Retention("sliding_window"), "Retention 'sliding_window': window: expected an integer, got None"),
-        (lambda: Retention("ring"), "Retention: kind: expected 'full' or 'sliding_window', got 'ring'"),
+        (lambda: Retention("rotary"), "kind: expected one of full, sliding_window, chunked, ring, state, got"),
         (lambda: LayerSpec.from_dict({"kind": "full"}), "LayerSpec: expected the fields that to_dict wrote"),
         (lambda: LayerSpec.from_dict({**latent().to_dict(), "rows": 3}), "expected the fields that to_dict wrote"),
-        (lambda: LayerSpec.from_dict({**latent().to_dict(), "block_size": 0}), "expected an integer >= 1, got 0"),
+        (
+            lambda: LayerSpec.from_dict({**latent().to_dict(), "block_size": 0}),
+            "expected an integer in [1, 2147483647]",
+        ),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(make, message):

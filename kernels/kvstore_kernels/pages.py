@@ -18,7 +18,8 @@ class PageView:
     multiple of 16 bytes that is not below the page, also one that is no multiple of a row.
 
     Raises: ValueError / TypeError when the memory is no 16-byte aligned flat uint8 tensor, a number is negative or no
-    multiple of 16, the stride is smaller than a page, or the last page ends behind the memory.
+    multiple of 16, the stride is smaller than a page, a part of the page starts at no multiple of its element, or the
+    last page ends behind the memory.
     """
 
     memory: torch.Tensor  # [num_bytes] uint8
@@ -77,6 +78,8 @@ class PageView:
     def tensor(self, part: str) -> torch.Tensor:
         """Strided view [num_blocks, rows_per_block, num_heads, head_dim] of one part, for outside kernels; no copy.
 
+        A part with a shape is seen as [num_blocks, rows_per_block, *shape].
+
         Raises: ValueError for a part the format does not have.
         """
         self.format.part(part)
@@ -85,10 +88,16 @@ class PageView:
     def _strided(self, name: str) -> torch.Tensor:
         part = self.format.part(name)
         size = part.dtype.itemsize
-        start = self.offset_bytes + self.format.area_offset_bytes(part.area, self.rows_per_block) + part.offset_bytes
+        start_in_page = self.format.area_offset_bytes(part.area, self.rows_per_block) + part.offset_bytes
+        if start_in_page % size:
+            raise ValueError(
+                f"rows_per_block: expected one that puts part {name!r} at a multiple of {size} bytes of a page, "
+                f"got {self.rows_per_block}, which puts it at byte {start_in_page}"
+            )
         usable = self.memory[: self.memory.numel() // size * size].view(part.dtype)
-        return usable.as_strided(
+        row = usable.as_strided(
             (self.num_blocks, self.rows_per_block, part.num_heads, part.head_dim),
-            (self.block_stride_bytes // size, self.format.area_pitches[part.area] // size, part.head_dim, 1),
-            usable.storage_offset() + start // size,
+            (self.block_stride_bytes // size, self.format.area_pitches[part.area] // size, part.pitch_bytes // size, 1),
+            usable.storage_offset() + (self.offset_bytes + start_in_page) // size,
         )
+        return row if part.shape is None else row.flatten(2).unflatten(2, part.shape)

@@ -52,8 +52,8 @@ def expect_movable(view: PageView) -> None:
         raise TypeError(f"view: expected a PageView, got {type(view).__name__}")
     if not _is_movable(view.format):
         raise ValueError(
-            "view: expected a format of one or two parts of one element size, the second right behind the first or "
-            f"alone in area 1, got {view.format}"
+            "view: expected a format of one or two dense parts of one element size, the second right behind the first "
+            f"or alone in area 1, got {view.format}"
         )
 
 
@@ -183,6 +183,8 @@ def _nope_and_rope(row_format: RowFormat) -> tuple[RowPart, RowPart] | None:
 def _is_movable(row_format: RowFormat) -> bool:
     first, *rest = row_format.parts
     num_areas = len(row_format.area_pitches)
+    if not all(part.is_dense for part in row_format.parts):
+        return False
     if first.area or first.offset_bytes or first.dtype.itemsize not in INTEGERS or len(rest) > 1:
         return False
     if not rest:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvstore_kernels.checks import expect_device, expect_dtype, expect_int, expect_shape
-from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, RowFormat, RowPart
+from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, RowFormat, RowPart, dtype_name
 from kvstore_kernels.pages import PageView
 
 MAX_GRID = 65_535
@@ -21,9 +21,13 @@ def expect_latent(view: PageView) -> tuple[RowPart, int]:
     Raises: TypeError when `view` is no PageView, ValueError when its rows are not latent.
     """
     row_format = _format_of(view)
-    if row_format.value_dim is None or len(row_format.parts) != 1 or row_format.parts[0].dtype not in ROW_DTYPES:
-        raise ValueError(f"view: expected latent rows (a format with a value_dim), got format {row_format.name!r}")
-    return row_format.parts[0], row_format.value_dim
+    part = row_format.parts[0]
+    if row_format.value_dim is None or len(row_format.parts) != 1 or part.dtype not in ROW_DTYPES or not part.is_dense:
+        raise ValueError(
+            "view: expected latent rows (a format with a value_dim and one dense part in a dtype of "
+            f"{', '.join(map(dtype_name, ROW_DTYPES))}), got format {_described(row_format)}"
+        )
+    return part, row_format.value_dim
 
 
 def expect_keys_and_values(view: PageView) -> tuple[RowPart, RowPart]:
@@ -34,11 +38,17 @@ def expect_keys_and_values(view: PageView) -> tuple[RowPart, RowPart]:
     row_format = _format_of(view)
     if row_format.value_dim is None and [part.name for part in row_format.parts] == ["k", "v"]:
         key, value = row_format.parts
-        if key.dtype == value.dtype and key.dtype in ROW_DTYPES and key.num_heads == value.num_heads:
+        alike = key.dtype == value.dtype and key.num_heads == value.num_heads
+        if alike and key.dtype in ROW_DTYPES and key.is_dense and value.is_dense:
             return key, value
     raise ValueError(
-        f"view: expected rows of K and V (parts k and v, equal in dtype and heads), got format {row_format.name!r}"
+        "view: expected rows of K and V (dense parts k and v, equal in heads and in a dtype of "
+        f"{', '.join(map(dtype_name, ROW_DTYPES))}), got format {_described(row_format)}"
     )
+
+
+def _described(row_format: RowFormat) -> str:
+    return f"{row_format.name!r} of {', '.join(dict.fromkeys(dtype_name(part.dtype) for part in row_format.parts))}"
 
 
 def expect_window(window: int | None) -> None:

@@ -1,7 +1,7 @@
 """Reading the fields of a Hugging Face config, with errors that name the field."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,25 @@ DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
 }
-WRAPPERS = ("mistral3",)
-"""Multimodal model types whose caches are those of their `text_config`."""
+WRAPPERS = {
+    "mistral3": "mistral",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Multimodal model types whose caches are those of their `text_config`, and the model type of one that names none."""
+
+MAX_LAYERS = 10_000
+"""Far above any model: a slip of the pen becomes an error, not a list of billions."""
+
+LEGACY_LAYER_TYPES = {
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+}
+"""Names of older configs and what they are called now."""
 
 
 def read_config(config: Any) -> Fields:
@@ -53,40 +70,96 @@ def _read_file(path: Path) -> Fields:
     return fields
 
 
-def text_fields(fields: Fields) -> Fields:
-    """The fields that describe the caches: those of `text_config` where a multimodal model nests them."""
-    if fields.get("model_type") not in WRAPPERS:
-        return fields
-    inner = fields.get("text_config")
-    if not isinstance(inner, Mapping):
-        raise PlanError(f"text_config: expected a mapping (model_type {fields['model_type']!r}), got {inner!r}")
-    return inner
+def text_fields(outer: Fields, known: Container[str]) -> Fields:
+    """The fields that describe the caches: those of `text_config` where a multimodal model nests them.
 
-
-def row_dtype(kv_dtype: str | torch.dtype | None, *configs: Fields) -> torch.dtype:
-    """The dtype asked for, else the first that a config names as `dtype` or `torch_dtype`, else bfloat16.
-
-    Raises: PlanError when it is none of bfloat16, float16, float32.
+    A dtype that only the outer config names is taken over. Raises: PlanError for a wrapper without a `text_config`.
     """
-    named = [("kv_dtype", kv_dtype)] + [
-        (key, config.get(key)) for config in configs for key in ("dtype", "torch_dtype")
-    ]
-    field, value = next(((field, value) for field, value in named if value is not None), ("", torch.bfloat16))
+    model_type = outer.get("model_type")
+    wrapped = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    if isinstance(model_type, str) and wrapped is None and model_type in known:
+        return outer
+    inner: Any = outer.get("text_config")
+    inner = inner.to_dict() if hasattr(inner, "to_dict") else inner
+    if not isinstance(inner, Mapping):
+        if wrapped is None:
+            return outer
+        raise PlanError(f"text_config: expected a mapping (model_type {model_type!r}), got {inner!r}")
+    inner_type = inner.get("model_type") or wrapped
+    if wrapped is None and not (isinstance(inner_type, str) and inner_type in known):
+        return outer
+    named = inner if any(inner.get(key) is not None for key in DTYPE_KEYS) else outer
+    dtypes = {key: named.get(key) for key in DTYPE_KEYS}
+    return {**inner, "model_type": inner_type, **dtypes}
+
+
+DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def named_dtype(field: str, value: Any, known: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
+    """The dtype of a name such as "bf16" or "torch.bfloat16", or a dtype of the known ones itself.
+
+    Raises: PlanError when it is no known one.
+    """
     name = dtype_name(value) if isinstance(value, torch.dtype) else value
-    dtype = DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    dtype = known.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if dtype is None:
-        raise PlanError(f"{field}: expected one of {', '.join(DTYPES)}, got {value!r}")
+        raise PlanError(f"{field}: expected one of {', '.join(known)}, got {value!r}")
     return dtype
 
 
-def count(fields: Fields, name: str, default: int | None = None, minimum: int = 1) -> int:
+def model_dtype(fields: Fields) -> torch.dtype:
+    """The dtype that the config names as `dtype` or `torch_dtype`, else bfloat16."""
+    for key in DTYPE_KEYS:
+        if fields.get(key) is not None:
+            return named_dtype(key, fields[key])
+    return torch.bfloat16
+
+
+def count(fields: Fields, name: str, default: int | None = None, minimum: int = 1, maximum: int | None = None) -> int:
     """An integer field; null and absent mean `default`.
 
-    Raises: PlanError when the field is missing without a default, no integer, or below `minimum`.
+    Raises: PlanError when the field is missing without a default, no integer, or out of range.
     """
     value = fields.get(name)
     if value is None:
         value = default
     if value is None:
         raise PlanError(f"{name}: expected it in the config (model_type {fields.get('model_type')!r}), found none")
-    return plan_int(name, value, minimum)
+    return plan_int(name, value, minimum, maximum)
+
+
+def num_layers_of(fields: Fields) -> int:
+    """`num_hidden_layers`, the one field that has no default: a config without it describes no model."""
+    return count(fields, "num_hidden_layers", minimum=0, maximum=MAX_LAYERS)
+
+
+def per_layer(fields: Fields, name: str, num_layers: int) -> Sequence[Any] | None:
+    """A field with one entry per layer, or None where the config has none.
+
+    Raises: PlanError when it is no list of that length.
+    """
+    entries = fields.get(name)
+    if entries is None:
+        return None
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) != num_layers:
+        length = f"of {len(entries)}: " if isinstance(entries, Sequence) and not isinstance(entries, str) else ""
+        raise PlanError(f"{name}: expected a list of num_hidden_layers = {num_layers} entries, got {length}{entries!r}")
+    return entries
+
+
+def layer_types(
+    fields: Fields, num_layers: int, known: Sequence[str], default: Sequence[str], name: str = "layer_types"
+) -> Sequence[str]:
+    """What each layer is: one of `known`, by today's names; `default` where the config does not say.
+
+    Raises: PlanError for a list of another length, and for a layer of another type.
+    """
+    entries = per_layer(fields, name, num_layers)
+    if entries is None:
+        return default
+    types = [LEGACY_LAYER_TYPES.get(entry, entry) if isinstance(entry, str) else entry for entry in entries]
+    for layer, kind in enumerate(types):
+        if kind not in known:
+            raise PlanError(f"{name}: layer {layer}: expected {' or '.join(map(repr, known))}, got {kind!r}")
+    return types

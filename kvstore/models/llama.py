@@ -1,107 +1,82 @@
-"""Models with K and V per layer: Llama, Mistral, Qwen2, Qwen3. Some of their layers may see a window only.
+"""Models with K and V per layer, all alike but for windows: Llama, Mistral, Qwen2, Qwen3, MiniMax-M2.
 
 A field that a config leaves out has the default of its model_type's class in transformers; null is a value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-import torch
 
 from kvstore.errors import PlanError
-from kvstore.models.config import Fields, count
-from kvstore.specs import LayerSpec, full_attention, sliding_window
+from kvstore.models.caches import attention_layers, kv_shape
+from kvstore.models.config import Fields, count, layer_types, num_layers_of, per_layer
+from kvstore.models.options import ModelOptions
+from kvstore.models.stages import Family
+from kvstore.specs import AnySpec
 
-Windows = list[int | None]
-"""One entry per layer; None is full attention."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _kv_layers(
-    fields: Fields,
-    dtype: torch.dtype,
-    block_size: int | None,
-    tensor_parallel: int,
-    *,
-    windows: Callable[[Fields, int], Windows],
-    defaults: Fields,
-) -> dict[str, LayerSpec]:
+    fields: Fields, options: ModelOptions, *, types: Callable[[Fields, int], Sequence[str]], defaults: Fields
+) -> dict[str, AnySpec]:
     fields = {**defaults, **fields}
-    num_layers = count(fields, "num_hidden_layers", minimum=0)
-    num_heads = count(fields, "num_attention_heads")
-    num_kv_heads = shard_heads(count(fields, "num_key_value_heads", num_heads), tensor_parallel)
-    head_dim = count(fields, "head_dim") if fields.get("head_dim") is not None else _derived_head_dim(fields, num_heads)
-    size = 16 if block_size is None else block_size
-    return {
-        f"layers.{layer}.attn": full_attention(num_kv_heads, head_dim, dtype=dtype, block_size=size)
-        if window is None
-        else sliding_window(num_kv_heads, head_dim, window=window, dtype=dtype, block_size=size)
-        for layer, window in enumerate(windows(fields, num_layers))
-    }
+    return attention_layers(types(fields, num_layers_of(fields)), fields, options, kv_shape(fields))
 
 
-def _no_windows(fields: Fields, num_layers: int) -> Windows:
-    return [None] * num_layers
+def _all_full(fields: Fields, num_layers: int) -> Sequence[str]:
+    return [FULL] * num_layers
 
 
-def _one_window(fields: Fields, num_layers: int) -> Windows:
-    return [_window(fields)] * num_layers
+def _one_window(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Every layer, unless `sliding_window` is null."""
+    return [FULL if fields["sliding_window"] is None else SLIDING] * num_layers
 
 
-def _some_windows(fields: Fields, num_layers: int) -> Windows:
+def _one_window_if_used(fields: Fields, num_layers: int) -> Sequence[str]:
+    """As `_one_window`, but off unless `use_sliding_window`."""
+    return _one_window(fields, num_layers) if fields["use_sliding_window"] else _all_full(fields, num_layers)
+
+
+def _some_windows(fields: Fields, num_layers: int) -> Sequence[str]:
     """Off unless `use_sliding_window`; then for the layers that `layer_types` names, or from `max_window_layers` on."""
-    window = _window(fields) if fields.get("use_sliding_window") else None
-    types = fields.get("layer_types")
-    if types is None:
-        first = count(fields, "max_window_layers", minimum=0)
-        return [window if layer >= first else None for layer in range(num_layers)]
-    _check_types(types, num_layers, window)
-    return [window if kind == "sliding_attention" else None for kind in types]
+    on = fields["use_sliding_window"] and fields["sliding_window"] is not None
+    first = count(fields, "max_window_layers", minimum=0)
+    default = [SLIDING if on and layer >= first else FULL for layer in range(num_layers)]
+    types = layer_types(fields, num_layers, (FULL, SLIDING), default)
+    if SLIDING in types and not on:
+        layer = types.index(SLIDING)
+        raise PlanError(f"layer_types: layer {layer} is {SLIDING!r}, but the config turns its window off")
+    return types
 
 
-def _window(fields: Fields) -> int | None:
-    return None if fields["sliding_window"] is None else count(fields, "sliding_window")
+def _all_softmax(fields: Fields, num_layers: int) -> Sequence[str]:
+    """MiniMax-M2 has no linear attention; `attn_type_list` says 1 for every layer."""
+    for layer, kind in enumerate(per_layer(fields, "attn_type_list", num_layers) or ()):
+        if kind != 1:
+            raise PlanError(f"attn_type_list: layer {layer}: expected 1 (softmax attention), got {kind!r}")
+    return [FULL] * num_layers
 
 
-def _check_types(types: Any, num_layers: int, window: int | None) -> None:
-    if not isinstance(types, Sequence) or isinstance(types, str) or len(types) != num_layers:
-        raise PlanError(f"layer_types: expected a list of num_hidden_layers = {num_layers} entries, got {types!r}")
-    for layer, kind in enumerate(types):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise PlanError(
-                f"layer_types: layer {layer}: expected 'full_attention' or 'sliding_attention', got {kind!r}"
-            )
-        if kind == "sliding_attention" and window is None:
-            raise PlanError(f"layer_types: layer {layer} is 'sliding_attention', but the config turns its window off")
+_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32}
+_MISTRAL = {**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN2 = {
+    **_LLAMA,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_QWEN3_MOE = {**_QWEN2, "hidden_size": 2048, "num_key_value_heads": 4}
+_MINIMAX_M2 = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128}
 
-
-def _derived_head_dim(fields: Fields, num_heads: int) -> int:
-    hidden_size = count(fields, "hidden_size")
-    if hidden_size % num_heads:
-        raise PlanError(
-            f"head_dim: none in the config, and hidden_size {hidden_size} is no multiple of the {num_heads} "
-            "num_attention_heads"
-        )
-    return hidden_size // num_heads
-
-
-def shard_heads(num_kv_heads: int, tensor_parallel: int) -> int:
-    """KV heads of one rank; with fewer heads than ranks a head is replicated.
-
-    Raises: PlanError when neither number divides the other.
-    """
-    if num_kv_heads % tensor_parallel and tensor_parallel % num_kv_heads:
-        raise PlanError(
-            f"tensor_parallel: expected a divisor or a multiple of the {num_kv_heads} KV heads, got {tensor_parallel}"
-        )
-    return max(num_kv_heads // tensor_parallel, 1)
-
-
-_QWEN2 = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-
-MODEL_TYPES = {
-    "llama": partial(_kv_layers, windows=_no_windows, defaults={}),
-    "mistral": partial(_kv_layers, windows=_one_window, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": partial(_kv_layers, windows=_some_windows, defaults=_QWEN2),
-    "qwen3": partial(_kv_layers, windows=_some_windows, defaults={**_QWEN2, "head_dim": 128}),
+MODEL_TYPES: Mapping[str, Family] = {
+    "llama": partial(_kv_layers, types=_all_full, defaults=_LLAMA),
+    "mistral": partial(_kv_layers, types=_one_window, defaults=_MISTRAL),
+    "ministral3": partial(
+        _kv_layers, types=_one_window, defaults={**_MISTRAL, "head_dim": 128, "sliding_window": None}
+    ),
+    "qwen2": partial(_kv_layers, types=_some_windows, defaults=_QWEN2),
+    "qwen3": partial(_kv_layers, types=_some_windows, defaults={**_QWEN2, "head_dim": 128}),
+    "qwen3_moe": partial(_kv_layers, types=_one_window_if_used, defaults=_QWEN3_MOE),
+    "minimax_m2": partial(_kv_layers, types=_all_softmax, defaults=_MINIMAX_M2),
 }

@@ -1,0 +1,129 @@
+"""Constructors of LayerSpecs, one per kind of layer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvstore.errors import PlanError
+from kvstore.specs import LayerSpec
+from kvstore_kernels.formats import ROW_DTYPES, RowFormat, dtype_name, kv_format, latent_format
+from kvstore_kernels.quantised import state_format
+
+KV_DTYPES = (*ROW_DTYPES, torch.float8_e4m3fn)
+"""Dtypes of rows that are stored as they are; fp8 has one scale for the tensor, outside the cache."""
+
+
+def full_attention(
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 16,
+    packed: bool = False,
+    padded_page_bytes: int | None = None,
+) -> LayerSpec:
+    """K and V of every token, `num_kv_heads` vectors of `head_dim` and `head_dim_v` (default: `head_dim`) elements.
+
+    A page holds all K rows, then all V rows; with `packed` K and V of a token lie in one row.
+
+    Raises: PlanError when a number is out of range.
+    """
+    row_format = _checked_format(kv_format, dtype, num_kv_heads, head_dim, head_dim_v, dtype, packed=packed)
+    return LayerSpec("full", block_size, row_format, padded_page_bytes=padded_page_bytes)
+
+
+def sliding_window(
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    window: int,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 16,
+    packed: bool = False,
+    padded_page_bytes: int | None = None,
+) -> LayerSpec:
+    """As `full_attention`, for a layer whose query sees the last `window` tokens, its own included.
+
+    Raises: PlanError when a number is out of range.
+    """
+    row_format = _checked_format(kv_format, dtype, num_kv_heads, head_dim, head_dim_v, dtype, packed=packed)
+    return LayerSpec("sliding_window", block_size, row_format, window=window, padded_page_bytes=padded_page_bytes)
+
+
+def chunked_attention(
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    chunk: int,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 16,
+    packed: bool = False,
+    padded_page_bytes: int | None = None,
+) -> LayerSpec:
+    """As `full_attention`, for a layer whose query sees the tokens since the last multiple of `chunk` (Llama 4).
+
+    Raises: PlanError when a number is out of range.
+    """
+    row_format = _checked_format(kv_format, dtype, num_kv_heads, head_dim, head_dim_v, dtype, packed=packed)
+    return LayerSpec("chunked", block_size, row_format, chunk=chunk, padded_page_bytes=padded_page_bytes)
+
+
+def latent(
+    latent_dim: int = 576,
+    value_dim: int = 512,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 64,
+    tokens_per_row: int = 1,
+    padded_page_bytes: int | None = None,
+) -> LayerSpec:
+    """One MLA row of `latent_dim` elements per token, whose first `value_dim` are also read as V.
+
+    `tokens_per_row` > 1 is a compressed latent: one row for that many tokens. All tensor-parallel ranks hold the same.
+
+    Raises: PlanError when a number is out of range.
+    """
+    row_format = _checked_format(latent_format, dtype, latent_dim, value_dim, dtype)
+    return LayerSpec("latent", block_size, row_format, tokens_per_row, None, padded_page_bytes, num_shards=1)
+
+
+def recurrent_state(
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+    *,
+    block_size: int = 16,
+    speculative_blocks: int = 0,
+    checkpoint_blocks: int = 0,
+    padded_page_bytes: int | None = None,
+) -> LayerSpec:
+    """A recurrent state: `tensors` (name, shape, dtype) of one sequence and layer, side by side in one page.
+
+    `block_size` is the distance, in tokens, at which states are kept for prefix hits. It adds no bytes.
+
+    Raises: PlanError when a number is out of range.
+    """
+    try:
+        row_format = state_format(tensors)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"state: {error}") from error
+    return LayerSpec(
+        "state",
+        block_size,
+        row_format,
+        padded_page_bytes=padded_page_bytes,
+        speculative_blocks=speculative_blocks,
+        checkpoint_blocks=checkpoint_blocks,
+    )
+
+
+def _checked_format(make: Callable[..., RowFormat], dtype: object, *args: Any, **kwargs: Any) -> RowFormat:
+    if dtype not in KV_DTYPES:
+        known = ", ".join(map(dtype_name, KV_DTYPES))
+        raise PlanError(f"dtype: expected one of {known}, got {dtype!r}")
+    try:
+        return make(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise PlanError(str(error)) from error
