@@ -9,11 +9,20 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out.rstrip().endswith("[32]")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["plan", "store"])
+def test_examples_run_and_print_what_their_comments_say(
+    block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    expected = [line.partition("# ")[2].partition(":")[0] for line in block.splitlines() if line.startswith("print(")]
+    assert any(expected)
+    for text in filter(None, expected):
+        assert f"{text}\n" in printed
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
