@@ -26,11 +26,12 @@ from rich.table import Table
 from benchmarks.planner_search import Optimum, search
 from kvstore import CachePlan, plan_cache, pool_bytes_per_block, specs_from_config
 from kvstore.capacity import blocks_per_group
-from kvstore.choose import MAX_GROUPS, Considered, consider
-from kvstore.explain import bytes_before_buckets
+from kvstore.choose import MAX_GROUPS
 from kvstore.frames import held_back
 from kvstore.grouping import STRATEGIES
 from kvstore.groups import cached_layers
+from kvstore.placement import bytes_before_buckets
+from kvstore.score import Considered, consider
 from kvstore.spec_json import spec_from_fields
 from kvstore.specs import LayerSpec
 

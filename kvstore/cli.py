@@ -11,11 +11,12 @@ from typing import NoReturn
 from rich.console import Console
 
 import kvstore
-from kvstore.choose import GROUPINGS, LENGTHS
+from kvstore.choose import GROUPINGS
 from kvstore.errors import PlanError
 from kvstore.plan import CachePlan
 from kvstore.plan_tables import show_comparison, show_plan
 from kvstore.planner import LAYOUTS, plan_cache
+from kvstore.score import LENGTHS
 from kvstore.spec_json import specs_from_json
 
 BAD_USAGE = 2

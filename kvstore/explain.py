@@ -10,7 +10,7 @@ from typing import Protocol
 from kvstore import capacity as capacity_of
 from kvstore import placement
 from kvstore.capacity import blocks_per_group, capacity, longest_sequence
-from kvstore.choose import LAYOUT_TOLERANCE, LAYOUTS, Considered, consider, group_layers
+from kvstore.choose import group_layers
 from kvstore.demand import STORED
 from kvstore.errors import PlanError
 from kvstore.frames import FRAME_SHARE
@@ -18,6 +18,7 @@ from kvstore.grouping import STRATEGIES
 from kvstore.groups import DRAFT_PREFIX, CacheGroup
 from kvstore.memory import format_bytes
 from kvstore.placement import LayerSlot, Placement
+from kvstore.score import LAYOUT_TOLERANCE, LAYOUTS, Considered, consider
 from kvstore.specs import LayerSpec
 from kvstore_kernels.formats import dtype_name
 
@@ -71,12 +72,6 @@ PageRun = tuple[int, int, list[str], LayerSpec]
 
 Column = tuple[str, Considered]
 """A name and the figures under it, side by side with others."""
-
-
-def bytes_before_buckets(groups: Sequence[CacheGroup]) -> int:
-    """Bytes per block before vLLM pull request 44454: each page size has as many layer slots as the longest bucket."""
-    buckets = placement.bucket_layers_by_page_size(groups)
-    return sum(buckets) * max(map(len, buckets.values()), default=0)
 
 
 def slot_runs(plan: Plan) -> list[SlotRun]:
@@ -148,7 +143,7 @@ def bounds(groups: Sequence[CacheGroup]) -> list[tuple[str, int]]:
         ("overlay", placement.overlay_bytes(groups)),
         ("bestfit", sum(size for size, _ in placement.slots_by_rank(groups))),
         ("buckets (vLLM PR #44454)", placement.pool_bytes_per_block(groups)),
-        ("the rule before that PR", bytes_before_buckets(groups)),
+        ("the rule before that PR", placement.bytes_before_buckets(groups)),
     ]
 
 

@@ -88,6 +88,12 @@ def pool_bytes_per_block(groups: Sequence[CacheGroup]) -> int:
     return sum(page_bytes * len(slots) for page_bytes, slots in bucket_layers_by_page_size(groups).items())
 
 
+def bytes_before_buckets(groups: Sequence[CacheGroup]) -> int:
+    """Bytes per block before vLLM pull request 44454: each page size has as many layer slots as the longest bucket."""
+    buckets = bucket_layers_by_page_size(groups)
+    return sum(buckets) * max(map(len, buckets.values()), default=0)
+
+
 def slots_by_stride(groups: Sequence[CacheGroup]) -> Buckets:
     """`bucket_layers_by_page_size` with every page rounded up to the stride that its readers demand."""
     return _bucket(groups, lambda spec: spec.dense_stride_bytes)

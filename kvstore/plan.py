@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.capacity import Capacity, blocks_per_group, capacity, longest_sequence
-from kvstore.choose import GROUPINGS, LAYOUTS, LENGTHS, Considered
+from kvstore.choose import GROUPINGS
 from kvstore.errors import PlanError, plan_int
 from kvstore.explain import explain_plan
 from kvstore.groups import CacheGroup
 from kvstore.memory import parse_memory
 from kvstore.placement import LayerSlot, Placement, lower_bound_bytes
 from kvstore.proof import prove_placement
+from kvstore.score import LAYOUTS, LENGTHS, Considered
 from kvstore.specs import LayerSpec, Retention
 
 MIN_FRAMES = 2

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from kvstore.capacity import blocks_per_group
-from kvstore.choose import GROUPINGS, LENGTHS, Choice, Considered, choose, consider, preferred
-from kvstore.choose import LAYOUTS as CHOICES
+from kvstore.choose import GROUPINGS, Choice, choose
 from kvstore.errors import PlanError, plan_int
 from kvstore.grouping import STRATEGIES
 from kvstore.groups import CachedLayers, CacheGroup, cached_layers, check_groups
@@ -17,6 +16,8 @@ from kvstore.memory import format_bytes, parse_memory
 from kvstore.models import specs_from_config
 from kvstore.placement import PLACERS, Placed, lower_bound_bytes, place_frames
 from kvstore.plan import MIN_FRAMES, CachePlan
+from kvstore.score import LAYOUTS as CHOICES
+from kvstore.score import LENGTHS, Considered, consider, preferred
 from kvstore.specs import Alias, AnySpec, LayerSpec, NoCache
 from kvstore_kernels.checks import cdiv
 

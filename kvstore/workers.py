@@ -9,14 +9,15 @@ from dataclasses import fields
 from math import gcd, lcm
 from typing import Any
 
-from kvstore.choose import LAYOUTS as CHOICES
-from kvstore.choose import LENGTHS, Choice, Considered, choose, consider, figures, parts_of, preferred, weights
+from kvstore.choose import Choice, choose
 from kvstore.errors import PlanError, plan_int
 from kvstore.frames import choose_frame
 from kvstore.grouping import STRATEGIES
 from kvstore.groups import CachedLayers, CacheGroup, cached_layers
 from kvstore.plan import CachePlan
 from kvstore.planner import Request, count_frames, make_request, placed_plan
+from kvstore.score import LAYOUTS as CHOICES
+from kvstore.score import LENGTHS, Considered, consider, figures, parts_of, preferred, weights
 from kvstore.spec_json import specs_from_dicts, specs_to_dicts
 from kvstore.specs import AnySpec, LayerSpec
 from kvstore_kernels.checks import round_up

@@ -9,14 +9,14 @@ import pytest
 import torch
 from strategies import MIXED, padded_group
 
-from kvstore.choose import LAYOUT_TOLERANCE
 from kvstore.errors import PlanError
-from kvstore.explain import alike, bounds, bytes_before_buckets, group_range, page_runs, regrouped, slot_runs, why_taken
+from kvstore.explain import alike, bounds, group_range, page_runs, regrouped, slot_runs, why_taken
 from kvstore.groups import CacheGroup
 from kvstore.layers import chunked_attention, full_attention, recurrent_state, sliding_window
 from kvstore.memory import UNITS, format_bytes, parse_memory
-from kvstore.placement import pool_bytes_per_block
+from kvstore.placement import bytes_before_buckets, pool_bytes_per_block
 from kvstore.planner import plan_cache
+from kvstore.score import LAYOUT_TOLERANCE
 from kvstore.spec_json import spec_from_fields
 from kvstore.specs import Alias, LayerSpec, NoCache, Retention
 from kvstore_kernels.formats import kv_format

@@ -11,7 +11,7 @@ from planning_data import MODELS, layers_of
 from strategies import brute_force_pages_do_not_touch, padded_group, specs_of_any_kind
 
 from kvstore.arena import Arena
-from kvstore.choose import GROUPINGS, LAYOUTS, MAX_GROUPS, consider, group_layers
+from kvstore.choose import GROUPINGS, MAX_GROUPS, group_layers
 from kvstore.errors import PlanError
 from kvstore.frames import FRAME_BLOCKS, FRAME_SHARE, max_frame_bytes
 from kvstore.groups import CacheGroup
@@ -19,6 +19,7 @@ from kvstore.layers import full_attention, latent, recurrent_state, sliding_wind
 from kvstore.placement import lower_bound_bytes, place_frames
 from kvstore.plan import CachePlan
 from kvstore.planner import plan_cache
+from kvstore.score import LAYOUTS, consider
 
 LENGTHS = (1, 7, 100)
 

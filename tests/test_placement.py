@@ -11,12 +11,12 @@ from strategies import padded_group as group
 
 from kvstore.choose import group_layers
 from kvstore.errors import PlanError
-from kvstore.explain import bytes_before_buckets
 from kvstore.layers import full_attention, latent
 from kvstore.placement import (
     LayerSlot,
     Placement,
     bucket_layers_by_page_size,
+    bytes_before_buckets,
     lower_bound_bytes,
     place_buckets,
     pool_bytes_per_block,

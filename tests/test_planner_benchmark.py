@@ -11,11 +11,12 @@ from benchmarks import planner
 from benchmarks.planner_search import MAX_FIXED_GROUPS, search, ways_to_count
 from kvstore import plan_cache
 from kvstore.capacity import blocks_per_group
-from kvstore.choose import LAYOUTS, MAX_GROUPS, consider
+from kvstore.choose import MAX_GROUPS
 from kvstore.errors import PlanError
 from kvstore.frames import max_frame_bytes
 from kvstore.grouping import deal_groups, deal_layers, layers_by_type
 from kvstore.groups import CacheGroup
+from kvstore.score import LAYOUTS, consider
 from kvstore.specs import LayerSpec
 from kvstore_kernels.quantised import bytes_format
 

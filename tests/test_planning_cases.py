@@ -5,11 +5,12 @@ from planning_data import LAYOUT, SMALL, STRATEGY, assert_runs, groups_of, kind_
 from strategies import padded_group
 
 from kvstore.capacity import prefix_units
-from kvstore.choose import consider, group_layers
+from kvstore.choose import group_layers
 from kvstore.errors import PlanError
 from kvstore.groups import CacheGroup
 from kvstore.placement import bucket_layers_by_page_size, lower_bound_bytes, overlay_bytes, pool_bytes_per_block
 from kvstore.planner import plan_cache
+from kvstore.score import consider
 from kvstore.unify import promote_windows, unify_pages
 from kvstore.workers import count_replicas, plan_workers
 

@@ -3,10 +3,11 @@
 import pytest
 from planning_data import LAYOUT, MODELS, STRATEGY, assert_runs, kind_of, layers_of
 
-from kvstore.choose import consider, group_layers
+from kvstore.choose import group_layers
 from kvstore.errors import PlanError
 from kvstore.placement import lower_bound_bytes, overlay_bytes, pool_bytes_per_block
 from kvstore.planner import plan_cache
+from kvstore.score import consider
 
 PLANS = {
     f"{case['id']}-{plan['layout']}": (case, plan)
@@ -97,7 +98,7 @@ def test_equal_page_sizes_of_early_releases_and_the_gain_of_buckets():
     """Window and state pages padded to the main group's sizes: 1,051,776 B before PR #44454, 1,039,680 B with it."""
     from dataclasses import replace
 
-    from kvstore.explain import bytes_before_buckets
+    from kvstore.placement import bytes_before_buckets
 
     layers = layers_of(MODELS["deepseek-v4-flash/fp8_ds_mla-idx132-mtp1"])
     main = sorted({spec.page_bytes for spec in layers.values() if spec.kind == "latent"})

@@ -9,11 +9,12 @@ import pytest
 from strategies import MIXED
 
 from kvstore import cli
-from kvstore.choose import consider, group_layers
+from kvstore.choose import group_layers
 from kvstore.errors import PlanError
 from kvstore.groups import CacheGroup
 from kvstore.layers import full_attention, sliding_window
 from kvstore.planner import plan_cache
+from kvstore.score import consider
 from kvstore.specs import Retention
 
 plot = pytest.importorskip("kvstore.plot")

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from planning_data import MODELS, layers_of
 from strategies import brute_force_pages_do_not_touch, specs_of_any_kind
 
-from kvstore.choose import LAYOUTS
 from kvstore.errors import PlanError
 from kvstore.layers import full_attention, latent, sliding_window
 from kvstore.plan import CachePlan
 from kvstore.planner import plan_cache
+from kvstore.score import LAYOUTS
 from kvstore.spec_json import specs_to_dicts
 from kvstore.specs import Alias, NoCache
 from kvstore.workers import count_replicas, plan_workers
