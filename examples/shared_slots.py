@@ -13,7 +13,7 @@ specs = {
     "layers.2.attn": latent(72, 64, block_size=32),  # 32 rows of an MLA latent in bf16: 4,608 B
     "layers.3.attn": full_attention(1, 8, dtype=torch.float32, block_size=16),  # another page size: 1,024 B
 }
-plan = plan_cache(specs, memory="128KiB")
+plan = plan_cache(specs, memory="128KiB", grouping="uniform", layout="buckets")
 print(plan.explain())
 
 store = KVStore(plan, "cpu", max_sequences=2, max_length=64, max_tokens_per_step=64)

@@ -267,7 +267,7 @@ class Books:
         if self.plan.blocks_per_frame[group_index] != 1:
             raise ValueError(
                 f"plan: group {group.name!r}: expected blocks that are frames, got {self.plan.blocks_per_frame} blocks "
-                "per frame: this store takes plans of layout 'buckets', 'bestfit' or 'overlay'"
+                "per frame: make the plan with plan_cache(..., layout='overlay'), 'bestfit' or 'buckets'"
             )
         unserved = [name for name, spec in group.layers.items() if spec.kind not in SERVED_KINDS]
         if unserved:

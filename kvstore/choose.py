@@ -4,7 +4,8 @@ Layers of one type (`layers_by_type`) may be dealt to several groups, because na
 where a block is a frame. Every way to do that with at most `MAX_GROUPS` groups is looked at, in every layout. Groups
 whose sequences hold the same few blocks for ever (rings, states) are cut as the others force and do not count.
 
-What is compared is the score of `kvstore.score`.
+What is compared is the score of `kvstore.score`. Where the layout "frames" is not among those compared and nobody named
+a block size, groups with equal pages compete too (grouping "equal"): larger blocks are then the lesser evil.
 
 No single odd layer can blow this up: it is a type of its own, and the number of groups of the others is free. A layout
 that allocates more than vLLM's own rule, within the cap, at any of the lengths is passed over, even when its mean is
@@ -32,6 +33,8 @@ from kvstore.score import (
     figures,
     in_blocks,
     in_frames,
+    own_bytes,
+    parts_of,
     preferred,
 )
 from kvstore.specs import AnySpec, LayerSpec
@@ -79,9 +82,17 @@ def group_layers(
 
 
 def choose(
-    specs: Mapping[str, LayerSpec], layouts: Sequence[str], lengths: Sequence[int], memory: int | None
+    specs: Mapping[str, LayerSpec],
+    layouts: Sequence[str],
+    lengths: Sequence[int],
+    memory: int | None,
+    *,
+    may_grow_blocks: bool = False,
 ) -> Choice:
-    """The grouping and layout with the least score. `memory` in bytes caps the size of a frame."""
+    """The grouping and layout with the least score. `memory` in bytes caps the size of a frame.
+
+    With `may_grow_blocks` groups with equal pages compete where "frames" is not among the layouts.
+    """
     check_demands(specs.values())
     types = layers_by_type(specs)
     dealer = _Dealer(types, lengths)
@@ -90,6 +101,12 @@ def choose(
         best[layout] = (
             _best_in_frames(dealer, memory) if layout == "frames" else _best_in_blocks(dealer, layout, memory)
         )
+    equal = _equal_groups(specs) if may_grow_blocks and "frames" not in layouts and len(types) > 1 else []
+    for layout in layouts if equal else ():
+        own = own_bytes(dealer.parts((1,) * len(types)))
+        entry = in_blocks(parts_of(equal, lengths), layout, memory, own)
+        if entry.score < best[layout][0].score:
+            best[layout] = entry, ()
     considered = tuple(entry for entry, _ in best.values())
     reference, groups = _reference(specs, lengths, memory)
     below = [entry for entry in considered if not reference or _is_below(entry, reference)]
@@ -97,7 +114,21 @@ def choose(
         return Choice(tuple(groups), reference, (*considered, reference))
     taken = preferred(below or considered)
     counts = best[taken.layout][1]
-    return Choice(tuple(deal_groups(zip(types, counts, strict=True))), taken, considered)
+    groups = deal_groups(zip(types, counts, strict=True)) if counts else equal
+    return Choice(tuple(groups), taken, considered)
+
+
+def _equal_groups(specs: Mapping[str, LayerSpec]) -> list[CacheGroup]:
+    """Groups with equal pages; none where pages cannot be made equal, or the groups are more than the cap."""
+    try:
+        groups = STRATEGIES["equal"](specs)
+    except PlanError:
+        return []
+    return groups if _num_free(groups) <= MAX_GROUPS else []
+
+
+def _num_free(groups: Sequence[CacheGroup]) -> int:
+    return sum(not group.retention.is_fixed for group in groups)
 
 
 def _reference(
@@ -108,7 +139,7 @@ def _reference(
     None with one type, where all rules agree, and when these groups are more than the cap.
     """
     groups = STRATEGIES["packed"](specs) if len(layers_by_type(specs)) > 1 else []
-    if not groups or sum(not group.retention.is_fixed for group in groups) > MAX_GROUPS:
+    if not groups or _num_free(groups) > MAX_GROUPS:
         return None, []
     return consider(groups, "overlay", lengths, memory), groups
 
@@ -120,7 +151,7 @@ def _is_below(entry: Considered, reference: Considered) -> bool:
 
 
 Found = tuple[Considered, tuple[int, ...]]
-"""The figures of a way to group, and its number of groups of each type."""
+"""The figures of a way to group, and its number of groups of each type; () stands for groups with equal pages."""
 
 
 class _Dealer:

@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     model = plan.add_argument_group("what the model caches")
     model.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, MLA 64)")
     model.add_argument(
-        "--kv-dtype", metavar="DTYPE", help="dtype of cached rows (default: the config's, else bfloat16)"
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="bf16, fp16, fp32, fp8, int8_per_token_head, fp8_per_token_head, fp8_ds_mla (default: the config's)",
     )
     model.add_argument("--state-dtype", metavar="DTYPE", help="dtype of recurrent states")
     model.add_argument("--indexer-row-bytes", metavar="N", type=int, help="bytes of an indexer's row")

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -20,7 +20,7 @@ from kvstore.memory import format_bytes
 from kvstore.placement import LayerSlot, Placement
 from kvstore.score import LAYOUT_TOLERANCE, LAYOUTS, Considered, consider
 from kvstore.specs import LayerSpec
-from kvstore_kernels.formats import dtype_name
+from kvstore.wording import aligned, counted, group_range, layer_range, percent_over, reach, rows_of, stem
 
 
 class Plan(capacity_of.Plan, Protocol):
@@ -118,14 +118,14 @@ def alike(plan: Plan) -> list[list[int]]:
 
 
 def regrouped(plan: Plan) -> tuple[list[Column], list[str]]:
-    """The plan's groups in "overlay" and those of the named strategies; and why others cannot be, one line each."""
+    """The plan's own groups in "overlay" and those of the named strategies; and why others cannot be, one line each."""
 
     def place_in_model(layer: str) -> tuple[bool, list[int]]:
         return layer.startswith(DRAFT_PREFIX), [int(number) for number in re.findall(r"\d+", layer)[:1]]
 
     specs = {layer: spec for group in plan.groups for layer, spec in group.layers.items()}
     specs = {layer: specs[layer] for layer in sorted(specs, key=place_in_model)}
-    columns, problems = [("this plan", consider(plan.groups, "overlay", plan.lengths, None))], []
+    columns, problems = [("its groups", consider(plan.groups, "overlay", plan.lengths, None))], []
     for name in STRATEGIES:
         try:
             columns.append((name, consider(group_layers(specs, name), "overlay", plan.lengths, None)))
@@ -188,49 +188,9 @@ def looked_at(plan: Plan) -> list[Column]:
     return [(f"{entry.layout}{' *' * (entry.layout == plan.layout)}", entry) for entry in plan.considered]
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 layer", "1,024 layers"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def reach(group: CacheGroup) -> str:
-    """Which rows the group keeps: "full", "window 1,024", "chunk 8,192", "ring, 1 block", "state, 1 block"."""
-    kept = group.retention
-    if kept.kind in ("ring", "state"):
-        return f"{kept.kind}, {counted(kept.blocks or 1, 'block')}"
-    number = kept.window or kept.chunk
-    return kept.kind if number is None else f"{'window' if kept.window else 'chunk'} {number:,}"
-
-
-def rows_of(specs: Iterable[LayerSpec]) -> str:
-    """The row formats of some layers: "kv bfloat16", "latent bfloat16 /4" where a row covers 4 tokens."""
-    names = (
-        f"{spec.format.name} {dtype_name(spec.format.parts[0].dtype)}"
-        + (f" /{spec.tokens_per_row}" if spec.tokens_per_row > 1 else "")
-        for spec in specs
-    )
-    return ", ".join(dict.fromkeys(names))
-
-
-def layer_range(layers: Sequence[str]) -> str:
-    """One or two names as they are, more as "first ... last (how many)"."""
-    return ", ".join(layers) if len(layers) <= 2 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
-
-
-def group_range(names: Sequence[str]) -> str:
-    """Names of groups, at most six; those that differ in their last number only as "first ... last (how many)"."""
-    runs = [layer_range(list(run)) for _, run in groupby(names, key=stem)]
-    return ", ".join(runs if len(runs) <= 6 else [*runs[:5], f"{len(runs) - 5} more"])
-
-
 def slot_range(run: SlotRun) -> str:
     """The slots of a run by number: "0", "0 ... 7"."""
     return f"{run.first}" if run.first == run.last else f"{run.first} ... {run.last}"
-
-
-def percent_over(value: int, base: int) -> str:
-    """How far `value` lies above `base`: "+15.7 %"."""
-    return f"{100 * (value - base) / base:+.1f} %" if base else "+0.0 %"
 
 
 def blocks_text(plan: Plan, blocks: Sequence[int]) -> str:
@@ -333,7 +293,7 @@ def _layouts_compared(plan: Plan) -> list[str]:
     missing = [layout for layout in LAYOUTS if layout not in {entry.layout for entry in plan.considered}]
     return [
         "Layouts compared: bytes of one sequence, over its own pages",
-        *_aligned(compared(plan, looked_at(plan), _exact)),
+        *aligned(compared(plan, looked_at(plan), _exact)),
         f"  * taken: {why_taken(plan)}",
         *([f"  not looked at: {', '.join(missing)}"] if missing else []),
     ]
@@ -343,7 +303,7 @@ def _groupings_compared(plan: Plan) -> list[str]:
     columns, problems = regrouped(plan)
     return [
         "Groupings compared: the plan's layers in the layout overlay, bytes of one sequence, over its own pages",
-        *_aligned(compared(plan, columns, _exact)[:-1]),
+        *aligned(compared(plan, columns, _exact)[:-1]),
         *(f"  {line}" for line in problems),
     ]
 
@@ -353,20 +313,22 @@ def _bytes(plan: Plan) -> list[str]:
     this = f"{strides[0]:,} B" + (f" ... {strides[-1]:,} B, by group" if len(strides) > 1 else "")
     return [
         "Bytes per block of these groups, over the lower bound",
-        *_aligned([[name, f"{size:,} B", percent_over(size, plan.lower_bound)] for name, size in bounds(plan.groups)]),
+        *aligned([[name, f"{size:,} B", percent_over(size, plan.lower_bound)] for name, size in bounds(plan.groups)]),
         f"  this layout ({plan.layout}): {this} ({percent_over(strides[-1], plan.lower_bound)})",
     ]
 
 
 def _capacity(plan: Plan) -> list[str]:
-    longest, flight = longest_sequence(plan, plan.num_frames), plan.max_tokens_in_flight
+    flight = plan.max_tokens_in_flight
+    longest = longest_sequence(plan, plan.num_frames, flight)
     unit = "frame" if plan.layout == "frames" else "block"
     lines = [
-        f"Capacity of {format_bytes(plan.arena_bytes)}: {counted(plan.num_frames, unit)}, one of them the null {unit}",
+        f"Capacity of {format_bytes(plan.arena_bytes)}: {counted(plan.num_frames, unit)}, one of them the null {unit}"
+        + (f"; while a step has up to {counted(flight, 'token')} of one sequence in flight" if flight else ""),
         "  longest sequence alone: " + ("any length" if longest is None else counted(longest, "token")),
     ]
     for length in plan.lengths:
-        fits = capacity(plan, length)
+        fits = capacity(plan, length, flight)
         lines += [
             f"  {counted(length, 'token')}: {counted(fits.num_sequences, 'sequence')} at once "
             f"({counted(fits.num_tokens, 'token')}), each of {counted(sum(fits.blocks), 'block')} "
@@ -378,18 +340,3 @@ def _capacity(plan: Plan) -> list[str]:
             held = f"{counted(sum(busy), 'block')} ({blocks_text(plan, busy)})"
             lines.append(f"    with {min(flight, length):,} of its tokens in flight, stored {stored!r}: {held}")
     return lines
-
-
-def _aligned(grid: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of columns, the first one to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    return [
-        f"  {row[0]:<{widths[0]}}"
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in grid
-    ]
-
-
-def stem(name: str) -> str:
-    """The name of a group without the number that tells it from others like it."""
-    return re.sub(r"\.\d+$", "", name)

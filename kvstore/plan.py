@@ -31,7 +31,7 @@ VERSION = 2
 """Of the JSON form."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CachePlan:
     """The layout of a cache arena: a value that touches no device.
 
@@ -71,6 +71,12 @@ class CachePlan:
         else:
             self._prove()
             object.__setattr__(self, "fingerprint", _digest(self._fields()))
+
+    def __repr__(self) -> str:
+        return (
+            f"CachePlan({self.layout}, {len(self.groups)} groups, {len(self._group_index)} layers, "
+            f"{self.num_frames} frames of {self.frame_bytes} B, fingerprint {self.fingerprint[:12]})"
+        )
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
@@ -133,6 +139,8 @@ class CachePlan:
         prefix_caching: bool = True,
     ) -> npt.NDArray[np.int64]:
         """int64 [sequences, groups]: the most blocks that sequences of `lengths` tokens hold; an int is one sequence.
+
+        Columns follow `plan.groups`.
 
         `in_flight` tokens of each, or all it has, are scheduled and not settled. `stored` says which of them windows
         and chunks keep: "all", or the "tail" that a later step can still read. With `prefix_caching` a state in

@@ -15,24 +15,18 @@ from kvstore.explain import (
     borrowed,
     bounds,
     compared,
-    counted,
-    group_range,
-    layer_range,
     looked_at,
     page_runs,
-    percent_over,
-    reach,
     regrouped,
-    rows_of,
     sequence_bytes,
     slot_range,
     slot_runs,
-    stem,
     why_taken,
 )
 from kvstore.memory import format_bytes
 from kvstore.plan import CachePlan
 from kvstore.specs import LayerSpec
+from kvstore.wording import counted, group_range, layer_range, percent_over, reach, rows_of, stem
 
 FIRST_WIDTH = 26
 """Names up to this many characters stay whole."""
@@ -212,7 +206,7 @@ def _layouts(plan: CachePlan) -> RenderableType:
 def _groupings(plan: CachePlan) -> RenderableType:
     columns, problems = regrouped(plan)
     head, *rows = compared(plan, columns, _share)
-    table = _table("Groupings compared: the same in the layout overlay", "", *(f"{name}#" for name in head[1:]))
+    table = _table("Groupings compared, each in the layout overlay", "", *(f"{name}#" for name in head[1:]))
     for row in rows[:-1]:
         _row(table, *row)
     return _titled(table, problems)
@@ -232,7 +226,7 @@ def _bounds(plan: CachePlan) -> RenderableType:
 def _capacity(plan: CachePlan) -> RenderableType:
     unit, longest, flight = (
         "frame" if plan.layout == "frames" else "block",
-        plan.max_length(),
+        plan.max_length(in_flight=plan.max_tokens_in_flight),
         plan.max_tokens_in_flight,
     )
     table = _table(
@@ -241,7 +235,7 @@ def _capacity(plan: CachePlan) -> RenderableType:
         *("one takes#", "its rows#", "sequences\nat once#", "their\ntokens#"),
     )
     for length in plan.lengths:
-        fits = plan.capacity(length)
+        fits = plan.capacity(length, flight)
         busy = [blocks_per_group(plan.groups, length, flight, stored=stored) for stored in STORED if flight]
         _row(
             table,
@@ -254,7 +248,12 @@ def _capacity(plan: CachePlan) -> RenderableType:
             f"{fits.num_tokens:,}",
         )
     notes = [f"longest sequence alone: {'any length' if longest is None else counted(longest, 'token')}"]
-    notes += [f"^ with {counted(flight, 'token')} of it in flight, by the rows that are stored"] if flight else []
+    if flight:
+        notes += [
+            f"^ most blocks during a step with up to {counted(flight, 'token')} of it:",
+            "  all = every row is stored, tail = those that a later step can read;",
+            "  room for one such sequence is held in the columns to the right",
+        ]
     if len(plan.groups) > 1:
         blocks = ((length, blocks_text(plan, plan.capacity(length).blocks)) for length in plan.lengths)
         notes += [f"blocks by group at {counted(length, 'token')}: {text}" for length, text in blocks]

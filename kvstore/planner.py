@@ -72,7 +72,8 @@ def plan_cache(
 
     Exactly one of `memory` (bytes, or text such as "80GiB") and `num_frames` (the null frame counted) is given. The
     plan with the fewest bytes per sequence at `lengths` tokens is made, see `kvstore.choose`; `grouping` and `layout`
-    fix a part of that choice, `frame_bytes` the size of a frame in the layout "frames". `max_tokens_in_flight` is what
+    fix a part of that choice, `frame_bytes` the size of a frame in the layout "frames". With another layout, and a
+    config without `block_size`, larger blocks may be taken to make pages equal. `max_tokens_in_flight` is what
     one step may write; it enters the capacity that `explain` shows.
 
     A model without any cache gets a plan with no groups, no bytes and the null block only.
@@ -100,7 +101,13 @@ def plan_cache(
     specs = specs_of(model, config_options)
     layers = cached_layers(specs)
     if request.grouping == "auto" and layers.owners and request.frame_bytes is None:
-        choice = choose(layers.owners, request.layouts, request.lengths, request.memory)
+        choice = choose(
+            layers.owners,
+            request.layouts,
+            request.lengths,
+            request.memory,
+            may_grow_blocks=specs is not model and block_size is None,
+        )
         return build_plan(choice, request, "auto", layers)
     groups = STRATEGIES["uniform" if grouping == "auto" else grouping](layers.owners)
     return plan_groups(tuple(groups), request, grouping, layers)

@@ -17,12 +17,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from kvstore.capacity import capacity
 from kvstore.choose import group_layers
 from kvstore.errors import PlanError
-from kvstore.explain import alike, counted, group_range, page_runs, rows_of
+from kvstore.explain import alike, page_runs
 from kvstore.groups import CacheGroup
 from kvstore.memory import format_bytes
 from kvstore.plan import CachePlan
 from kvstore.score import consider
 from kvstore.specs import LayerSpec
+from kvstore.wording import counted, group_range, rows_of
 
 SUFFIXES = (".svg", ".png")
 

@@ -140,9 +140,9 @@ def blocksin_frames(groups: Sequence[CacheGroup], frame_bytes: int) -> tuple[int
     return tuple(blocks_in_frame(frame_bytes, group.block_bytes, group.stride_multiple) for group in groups)
 
 
-def in_blocks(parts: Sequence[Part], layout: str, memory: int | None) -> Considered:
+def in_blocks(parts: Sequence[Part], layout: str, memory: int | None, own: Sequence[int] | None = None) -> Considered:
     """The figures of a layout in which a block is a frame."""
-    return figures(parts, layout, _BLOCK_BYTES[layout](parts), (1,) * len(parts), memory)
+    return figures(parts, layout, _BLOCK_BYTES[layout](parts), (1,) * len(parts), memory, own)
 
 
 def in_frames(parts: Sequence[Part], memory: int | None) -> Considered:
@@ -152,11 +152,16 @@ def in_frames(parts: Sequence[Part], memory: int | None) -> Considered:
 
 
 def figures(
-    parts: Sequence[Part], layout: str, frame_bytes: int, blocks_per_frame: tuple[int, ...], memory: int | None
+    parts: Sequence[Part],
+    layout: str,
+    frame_bytes: int,
+    blocks_per_frame: tuple[int, ...],
+    memory: int | None,
+    own: Sequence[int] | None = None,
 ) -> Considered:
-    """What sequences of each length allocate, and the score."""
+    """What sequences of each length allocate, and the score; over `own` bytes per length, else the parts' own pages."""
     strides = [frame_bytes // blocks for blocks in blocks_per_frame]
-    own = _own_bytes(parts)
+    own = own_bytes(parts) if own is None else own
     allocated = tuple(
         sum(part.blocks[length] * stride for part, stride in zip(parts, strides, strict=True))
         for length in range(len(own))
@@ -170,10 +175,10 @@ def figures(
 
 def weights(parts: Sequence[Part]) -> list[list[float]]:
     """Per length and group: the blocks of a sequence, as shares of its own pages; see `choose_frame`."""
-    return [[part.blocks[length] / (own or 1) for part in parts] for length, own in enumerate(_own_bytes(parts))]
+    return [[part.blocks[length] / (own or 1) for part in parts] for length, own in enumerate(own_bytes(parts))]
 
 
-def _own_bytes(parts: Sequence[Part]) -> list[int]:
+def own_bytes(parts: Sequence[Part]) -> list[int]:
     """Bytes of the pages that a sequence of each length holds."""
     return [sum(part.blocks[length] * part.width for part in parts) for length in range(len(parts[0].blocks))]
 

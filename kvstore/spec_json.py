@@ -10,6 +10,7 @@ name of a row format ("format": "fp8_ds_mla"); states by their tensors.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from kvstore.errors import PlanError, plan_int
-from kvstore.specs import Alias, AnySpec, LayerSpec, NoCache
+from kvstore.specs import KINDS, Alias, AnySpec, LayerSpec, NoCache
 from kvstore_kernels import FORMATS
 from kvstore_kernels.formats import ALIGNMENT_BYTES, RowFormat, RowPart, dtype_from_name
 from kvstore_kernels.quantised import bytes_format, state_format
@@ -29,6 +30,11 @@ NAMED_FORMATS = tuple(name for name in FORMATS if name not in ("bytes", "state")
 
 FIXED_FORMATS = tuple(name for name in NAMED_FORMATS if not name.startswith(("kv", "latent", "int8_", "fp8_token")))
 """Those of them whose rows have one shape only."""
+
+KNOWN_KINDS = (*KINDS, Alias.kind, NoCache.kind)
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names beside torch's."""
 
 FIELDS = (
     "name",
@@ -61,6 +67,17 @@ FIELDS = (
 def specs_from_json(source: str | Path | Sequence[Mapping[str, Any]]) -> dict[str, AnySpec]:
     """{layer: spec} from a list of objects, or the path of a JSON file that holds one.
 
+        [{"name": "layers.0.attn", "kind": "full", "block_size": 16, "kv_heads": 8, "head_dim": 128, "dtype": "bf16"},
+         {"name": "layers.1.attn", "kind": "sliding_window", "block_size": 16, "kv_heads": 8, "head_dim": 128,
+          "dtype": "bf16", "window": 1024},
+         {"name": "layers.2.state", "kind": "state", "block_size": 16,
+          "state": [{"name": "conv", "shape": [3, 8192], "dtype": "bf16"},
+                    {"name": "ssm", "shape": [32, 128, 128], "dtype": "fp32"}]},
+         {"name": "layers.3.attn", "kind": "latent", "block_size": 64, "format": "fp8_ds_mla"},
+         {"name": "layers.4.attn", "kind": "alias", "of": "layers.0.attn"}]
+
+    `FIELDS` lists every field; a dtype is torch's name, or bf16, fp16, fp32.
+
     Raises: PlanError that names the layer and the field: no list of objects, an unknown or missing field, a number out
         of range, page or payload bytes that the other fields do not give, two layers of one name.
     """
@@ -86,15 +103,19 @@ def spec_from_fields(layer: str, fields: Mapping[str, Any]) -> AnySpec:
     """The spec that one object describes; see `specs_from_json` for the errors."""
     unknown = sorted(str(name) for name in fields if name not in FIELDS)
     if unknown:
-        raise PlanError(f"layer {layer!r}: expected fields of {', '.join(FIELDS)}, got {', '.join(unknown)}")
+        close = get_close_matches(unknown[0], FIELDS, 1)
+        known = f"{close[0]!r}" if close else f"one of {', '.join(FIELDS)}"
+        raise PlanError(f"layer {layer!r}: unknown field {unknown[0]!r}: expected {known}")
     kind = fields.get("kind")
+    if not isinstance(kind, str) or kind not in KNOWN_KINDS:
+        raise PlanError(f"layer {layer!r}: kind: expected one of {', '.join(KNOWN_KINDS)}, got {kind!r}")
     try:
         if kind == "alias":
             return Alias(fields.get("of"))  # type: ignore[arg-type]
         if kind == "none":
             return NoCache()
         spec = LayerSpec(
-            kind,  # type: ignore[arg-type]
+            kind,
             fields.get("block_size"),  # type: ignore[arg-type]
             _row_format(fields),
             tokens_per_row=fields.get("tokens_per_row", 1),
@@ -140,13 +161,17 @@ def _made_format(fields: Mapping[str, Any]) -> RowFormat:
     width_v = plan_int("head_dim_v", fields.get("head_dim_v", 0 if kind in LATENT_KINDS else head_dim), 0)
     if name in ("int8_token_head", "fp8_token_head"):
         return FORMATS[name](heads, head_dim, width_v)
-    dtype = dtype_from_name(fields.get("dtype"))
+    dtype = _dtype(fields.get("dtype"))
     if name == "latent":
         return FORMATS[name](head_dim, plan_int("value_dim", fields.get("value_dim"), 1), dtype)
     if width_v:
         return FORMATS[name or "kv"](heads, head_dim, width_v, dtype)
     row = RowPart("row", dtype, heads, head_dim)
     return RowFormat("row", (row,), (row.num_bytes,))
+
+
+def _dtype(name: Any) -> torch.dtype:
+    return dtype_from_name(DTYPES.get(name, name) if isinstance(name, str) else name)
 
 
 def _tensors(state: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -157,7 +182,7 @@ def _tensors(state: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         if not isinstance(tensor, Mapping) or not isinstance(tensor.get("shape"), Sequence):
             raise PlanError(f"state: tensor {index}: expected an object with shape and dtype, got {tensor!r}")
         shape = tuple(plan_int(f"state: tensor {index}: shape", size, 1) for size in tensor["shape"])
-        tensors.append((tensor.get("name", f"state{index}"), shape, dtype_from_name(tensor.get("dtype"))))
+        tensors.append((tensor.get("name", f"state{index}"), shape, _dtype(tensor.get("dtype"))))
     return tensors
 
 

@@ -19,7 +19,7 @@ from kvstore.planner import Request, count_frames, make_request, placed_plan
 from kvstore.score import LAYOUTS as CHOICES
 from kvstore.score import LENGTHS, Considered, consider, figures, parts_of, preferred, weights
 from kvstore.spec_json import specs_from_dicts, specs_to_dicts
-from kvstore.specs import AnySpec, LayerSpec
+from kvstore.specs import Alias, AnySpec, LayerSpec
 from kvstore_kernels.checks import round_up
 
 
@@ -35,6 +35,10 @@ def plan_workers(
 ) -> list[CachePlan]:
     """One plan per rank, made together. `models[rank]` are the specs of the layers that rank owns.
 
+    From a config, for two pipeline stages: `[specs_from_config(config, pipeline_stages=2, pipeline_stage=i) for i in
+    (0, 1)]`. Tensor-parallel ranks of a stage have equal specs. All ranks get the same groups (empty where a rank owns
+    no layer of one), blocks per frame and number of frames, so that a block id means the same on each of them.
+
     `memory` is the budget of every rank, or one per rank; all ranks get the number of frames that fits on each of
     them. The other arguments are those of `plan_cache`.
 
@@ -49,7 +53,7 @@ def plan_workers(
     requests = [
         make_request(budget, num_frames, lengths, grouping, layout, None, max_tokens_in_flight) for budget in budgets
     ]
-    owned = [_layers_of_rank(rank, specs) for rank, specs in enumerate(models)]
+    owned = [_layers_of_rank(rank, models) for rank in range(len(models))]
     merged = _merged([layers.owners for layers in owned])
     if not merged:
         groups: list[tuple[CacheGroup, ...]] = [()] * len(models)
@@ -107,11 +111,15 @@ def count_replicas(specs: Mapping[str, AnySpec], tensor_parallel: int) -> int:
     return gcd(*(max(tensor_parallel // (spec.num_shards or tensor_parallel), 1) for spec in owners)) or 1
 
 
-def _layers_of_rank(rank: int, specs: Mapping[str, AnySpec]) -> CachedLayers:
+def _layers_of_rank(rank: int, models: Sequence[Mapping[str, AnySpec]]) -> CachedLayers:
     try:
-        return cached_layers(specs)
+        return cached_layers(models[rank])
     except PlanError as error:
-        raise PlanError(f"rank {rank}: {error}") from None
+        specs = models[rank]
+        owners = {spec.of for spec in specs.values() if isinstance(spec, Alias) and spec.of not in specs}
+        where = {owner: other for other, layers in enumerate(models) for owner in owners if owner in layers}
+        hint = "".join(f"; layer {owner!r} lies on rank {other}" for owner, other in where.items())
+        raise PlanError(f"rank {rank}: {error}{hint}") from None
 
 
 def _merged(ranks: Sequence[Mapping[str, LayerSpec]]) -> dict[str, LayerSpec]:
@@ -152,7 +160,7 @@ def _bytes(specs: Mapping[str, LayerSpec]) -> int:
 
 
 def _projected(group: CacheGroup, owned: Mapping[str, LayerSpec]) -> CacheGroup:
-    layers = {layer: owned[layer] for layer in group.layers if layer in owned}
+    layers = {layer: spec for layer, spec in group.layers.items() if layer in owned}
     return CacheGroup(group.name, layers, group.block_size, group.retention)
 
 

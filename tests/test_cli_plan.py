@@ -49,8 +49,8 @@ def test_plan_prints_tables(run):
         "buckets * bestfit overlay frames",
         "8,192 tokens 1.00 GiB 1.00 GiB 1.00 GiB 1.00 GiB",
         "* taken: buckets, the least score and the first in the list that has it",
-        "Groupings compared: the same in the layout overlay",
-        "this plan uniform equal packed",
+        "Groupings compared, each in the layout overlay",
+        "its groups uniform equal packed",
         "Bytes per block of these groups",
         "buckets (vLLM PR #44454) 2,097,152 +0.0 %",
         "this layout (buckets) 2,097,152 +0.0 %",
@@ -117,7 +117,7 @@ def test_frames_table_of_unequal_groups(run):
         "this layout (frames), narrowest group 327,680 -82.8 %",
         "512 64 64 64 68.00 MiB 68.00 MiB 963 493,056",
         "8,192 577 584 584 277.81 MiB 277.81 MiB 235 1,925,120",
-        "^ with 100 tokens of it in flight, by the rows that are stored",
+        "^ most blocks during a step with up to 100 tokens of it:",
         "blocks by group at 8,192 tokens: 65 + 512",
     ):
         assert row in squeezed(out)

@@ -10,7 +10,7 @@ import torch
 from strategies import MIXED, padded_group
 
 from kvstore.errors import PlanError
-from kvstore.explain import alike, bounds, group_range, page_runs, regrouped, slot_runs, why_taken
+from kvstore.explain import alike, bounds, page_runs, regrouped, slot_runs, why_taken
 from kvstore.groups import CacheGroup
 from kvstore.layers import chunked_attention, full_attention, recurrent_state, sliding_window
 from kvstore.memory import UNITS, format_bytes, parse_memory
@@ -19,6 +19,7 @@ from kvstore.planner import plan_cache
 from kvstore.score import LAYOUT_TOLERANCE
 from kvstore.spec_json import spec_from_fields
 from kvstore.specs import Alias, LayerSpec, NoCache, Retention
+from kvstore.wording import group_range
 from kvstore_kernels.formats import kv_format
 
 DATA = Path(__file__).parent / "data"
@@ -57,7 +58,8 @@ def test_explain_shows_groups_slots_bytes_waste_and_capacity(plan):
         "  * taken: buckets, the only one looked at",
         "  not looked at: bestfit, overlay, frames",
         "  this layout (buckets): 180,224 B (+83.3 %)",
-        "Capacity of 1,802,240 B (1.72 MiB): 10 blocks, one of them the null block",
+        "Capacity of 1,802,240 B (1.72 MiB): 10 blocks, one of them the null block; "
+        "while a step has up to 8,192 tokens of one sequence in flight",
         "  longest sequence alone: 64 tokens",
         "  1,024 tokens: 0 sequences at once (0 tokens), each of 112 blocks (64 + 32 + 16)",
         "    one takes 20,185,088 B (19.25 MiB), its rows 9,568,256 B (9.12 MiB)",
@@ -120,7 +122,7 @@ def test_v4_flash_in_packed_groups(v4_flash):
         "the pages of a group dense from byte 0 of its block",
         "    bytes 0 ... 181,439: layers.2.indexer ... layers.42.indexer (21), pages of 8,640 B, row uint8 /4",
         "    bytes 656,640 ... 1,002,239: unused",
-        "  1,024 tokens: 2,285 sequences at once (2,339,840 tokens), each of 30 blocks (3 + 3 + 4 + 3 + 17)",
+        "  1,024 tokens: 2,272 sequences at once (2,326,528 tokens), each of 30 blocks (3 + 3 + 4 + 3 + 17)",
         "    with 8,192 of its tokens in flight, stored 'all': 3,866 blocks (131 + 131 + 512 + 2,051 + 1,041)",
         "    with 8,192 of its tokens in flight, stored 'tail': 564 blocks (6 + 6 + 512 + 6 + 34)",
     ):
@@ -156,7 +158,8 @@ def test_frames_show_blocks_strides_and_the_cap():
         "  window1024_b32: 15 blocks a frame, block stride 65,536 B",
         "    bytes 65,536 ... 98,303: layers.2.attn, pages of 32,768 B, kv bfloat16",
         "  this layout (frames): 65,536 B ... 98,304 B, by group (+0.0 %)",
-        "Capacity of 66,846,720 B (63.75 MiB): 68 frames, one of them the null frame",
+        "Capacity of 66,846,720 B (63.75 MiB): 68 frames, one of them the null frame; "
+        "while a step has up to 8,192 tokens of one sequence in flight",
     ):
         assert line in lines
     assert [(first, end, layers) for first, end, layers, _ in page_runs(plan, 0)] == [

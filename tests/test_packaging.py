@@ -24,7 +24,7 @@ LEVELS = {
     "kvstore": {
         "errors": 0, "memory": 0, "frames": 0,
         "specs": 1, "layers": 1, "spec_json": 1, "demand": 1, "allocator": 1, "prefix": 1,
-        "models": 2, "groups": 2, "unify": 2, "grouping": 2, "tables": 2,
+        "models": 2, "groups": 2, "unify": 2, "grouping": 2, "wording": 2, "tables": 2,
         "placement": 3, "proof": 3, "score": 3, "choose": 3, "capacity": 3, "explain": 3,
         "plan": 4, "planner": 4, "workers": 4,
         "arena": 5, "staging": 5, "books": 5, "batch": 5, "audit": 5,

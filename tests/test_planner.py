@@ -177,3 +177,23 @@ def test_out_of_blocks_tells_the_counts_of_each_group():
     assert str(error) == (
         "out of blocks, counted per group: wanted [3, 0], free [1, 1], evictable [0, 1], fenced [2, 2]"
     )
+
+
+def test_a_fixed_layout_may_grow_the_blocks_of_a_config_that_names_none():
+    """Where frames are not allowed, 16-token blocks beside states of megabytes would take nine times their bytes."""
+    config = DATA / "models/nemotron-h-8b.json"
+    grown = plan_cache(config, memory="64GiB", layout="overlay")
+    equal = plan_cache(config, memory="64GiB", layout="overlay", grouping="equal")
+    assert grown == equal
+    assert {group.block_size for group in grown.groups if group.retention.kind == "full"} == {1040}
+    kept = plan_cache(config, memory="64GiB", layout="overlay", block_size=16)
+    assert {group.block_size for group in kept.groups} == {16}
+    assert kept.considered[0].score > 4 > 1.1 > grown.considered[0].score
+    frames = plan_cache(config, memory="64GiB")
+    assert (frames.layout, {group.block_size for group in frames.groups}) == ("frames", {16})
+
+
+def test_a_plan_is_printed_in_one_line(plan):
+    assert repr(plan) == (
+        f"CachePlan(buckets, 3 groups, 4 layers, 10 frames of 180224 B, fingerprint {plan.fingerprint[:12]})"
+    )

@@ -1,6 +1,7 @@
 """The README's example runs as it stands, and its test command is what CI runs."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["plan", "store"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["plan", "workers", "store"])
 def test_examples_run_and_print_what_their_comments_say(
     block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -23,6 +24,18 @@ def test_examples_run_and_print_what_their_comments_say(
     assert any(expected)
     for text in filter(None, expected):
         assert f"{text}\n" in printed
+
+
+@pytest.mark.parametrize("example", ["shared_slots.py", "store_loop.py"])
+def test_example_scripts_run(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    printed = capsys.readouterr().out
+    if example == "shared_slots.py":
+        assert printed.count("rows intact: True") == 4
+        quoted = re.search(r"stride:\n\n((?:    .*\n|\n)+)", README)
+        assert quoted
+        for line in filter(None, map(str.strip, quoted[1].splitlines())):
+            assert line in printed, line
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

@@ -25,6 +25,7 @@ def one(**fields):
     ("fields", "spec"),
     [
         ({"kind": "full", **ROWS}, full_attention(2, 64)),
+        ({"kind": "full", **ROWS, "dtype": "bf16"}, full_attention(2, 64)),
         ({"kind": "full", **ROWS, "head_dim_v": 32}, full_attention(2, 64, 32)),
         ({"kind": "full", **ROWS, "format": "kv_packed"}, full_attention(2, 64, packed=True)),
         ({"kind": "sliding_window", **ROWS, "window": 8}, sliding_window(2, 64, window=8)),
@@ -91,10 +92,15 @@ def test_dicts_round_trip():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "rotary", **ROWS}, "layer 'a': LayerSpec: kind: expected one of full, sliding_window"),
-        ({"kind": None, **ROWS}, "layer 'a': LayerSpec: kind: expected one of"),
-        ({**ROWS}, "layer 'a': LayerSpec: kind: expected one of"),
-        ({"kind": "full", **ROWS, "heads": 3}, "layer 'a': expected fields of name, kind,"),
+        (
+            {"kind": "rotary", **ROWS},
+            "layer 'a': kind: expected one of full, sliding_window, chunked,",
+        ),
+        ({"kind": None, **ROWS}, "layer 'a': kind: expected one of"),
+        ({"kind": "full", **ROWS, "zzz": 3}, "layer 'a': unknown field 'zzz': expected one of name, kind,"),
+        ({"kind": ["full"], **ROWS}, "layer 'a': kind: expected one of"),
+        ({**ROWS}, "layer 'a': kind: expected one of"),
+        ({"kind": "full", **ROWS, "heads": 3}, "layer 'a': unknown field 'heads': expected 'kv_heads'"),
         ({"kind": "full", **ROWS, "kv_heads": 0}, "layer 'a': kv_heads: expected an integer >= 1, got 0"),
         ({"kind": "full", **ROWS, "kv_heads": "2"}, "layer 'a': kv_heads: expected an integer, got '2' of type str"),
         ({"kind": "full", **ROWS, "head_dim": float("nan")}, "layer 'a': head_dim: expected an integer, got nan"),

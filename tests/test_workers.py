@@ -107,7 +107,7 @@ def test_aliases_stay_on_the_rank_of_their_owner():
             {"num_frames": 4},
             "layer 'b': expected one spec, rank 1 and rank 2 differ in block_size 16 and 32",
         ),
-        ([{"a": FULL}, {"b": Alias("a")}], {"num_frames": 4}, "rank 1: layer 'b': alias: expected the name of a layer"),
+        ([{"a": FULL}, {"b": Alias("a")}], {"num_frames": 4}, "got 'a'; layer 'a' lies on rank 0"),
         ([{"a": FULL}, {"b": 16}], {"num_frames": 4}, "rank 1: specs: layer 'b': expected a LayerSpec, got 16"),
         ([{"a": FULL}], {"memory": ["1GiB", "1GiB"]}, "memory: expected one budget or one per rank, 1 in all, got 2"),
         ([{"a": FULL}, {"b": FULL}], {"memory": ["1GiB", 0]}, "rank 1: memory: one token needs 1 frames of"),
