@@ -1,11 +1,11 @@
 """How much fits: blocks, sequences, tokens. All figures come from `blocks_of_sequence`, the null frame held back."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Protocol
 
-from kvstore.demand import blocks_of_sequence
+from kvstore.demand import AT_REST, InFlight, blocks_of_sequence
 from kvstore.errors import PlanError, plan_int
 from kvstore.groups import CacheGroup
 from kvstore_kernels.checks import cdiv
@@ -44,16 +44,9 @@ class Capacity:
         return self.num_sequences * self.length
 
 
-def blocks_per_group(
-    groups: Sequence[CacheGroup], length: int, in_flight: int = 0, *, stored: str = "all", prefix_caching: bool = True
-) -> tuple[int, ...]:
+def blocks_per_group(groups: Sequence[CacheGroup], length: int, in_flight: InFlight = AT_REST) -> tuple[int, ...]:
     """Blocks of each group that one sequence holds; see `blocks_of_sequence`."""
-    return tuple(
-        blocks_of_sequence(
-            group.retention, group.block_size, length, in_flight, stored=stored, prefix_caching=prefix_caching
-        )
-        for group in groups
-    )
+    return tuple(blocks_of_sequence(group.retention, group.block_size, length, in_flight) for group in groups)
 
 
 def frames_of(plan: Plan, blocks: Sequence[int]) -> int:
@@ -61,13 +54,10 @@ def frames_of(plan: Plan, blocks: Sequence[int]) -> int:
     return sum(cdiv(count, per_frame) for count, per_frame in zip(blocks, plan.blocks_per_frame, strict=True))
 
 
-def capacity(
-    plan: Plan, length: int, in_flight: int = 0, *, stored: str = "all", prefix_caching: bool = True
-) -> Capacity:
-    """Sequences of `length` tokens that fit at once while one of them has `in_flight` tokens in a step."""
-    options = {"stored": stored, "prefix_caching": prefix_caching}
-    blocks = blocks_per_group(plan.groups, length, **options)  # type: ignore[arg-type]
-    busy = blocks_per_group(plan.groups, length, in_flight, **options)  # type: ignore[arg-type]
+def capacity(plan: Plan, length: int, in_flight: InFlight = AT_REST) -> Capacity:
+    """Sequences of `length` tokens that fit at once while one of them has tokens in flight."""
+    blocks = blocks_per_group(plan.groups, length)
+    busy = blocks_per_group(plan.groups, length, in_flight)
     strides = [plan.frame_bytes // per_frame for per_frame in plan.blocks_per_frame]
     usable = plan.num_frames - 1
 
@@ -81,12 +71,10 @@ def capacity(
     return Capacity(length, blocks, num_bytes, frames_of(plan, blocks), num_sequences)
 
 
-def longest_sequence(
-    plan: Plan, num_frames: int, in_flight: int = 0, *, stored: str = "all", prefix_caching: bool = True
-) -> int | None:
+def longest_sequence(plan: Plan, num_frames: int, in_flight: InFlight = AT_REST) -> int | None:
     """The tokens of the longest sequence that fits alone in `num_frames`, the null frame counted.
 
-    `in_flight` of its tokens, or all if it has fewer, are in one step. None when it can be of any length (no full
+    `in_flight` of its tokens, or all if it has fewer, are not settled. None when it can be of any length (no full
     group), 0 when not one token fits.
     """
     usable = num_frames - 1
@@ -95,9 +83,7 @@ def longest_sequence(
     )
 
     def fits(length: int) -> bool:
-        needed = blocks_per_group(
-            plan.groups, length, min(in_flight, length), stored=stored, prefix_caching=prefix_caching
-        )
+        needed = blocks_per_group(plan.groups, length, replace(in_flight, tokens=min(in_flight.tokens, length)))
         return frames_of(plan, needed) <= usable
 
     if fits(too_long):

@@ -4,12 +4,12 @@ Layers of one type (`layers_by_type`) may be dealt to several groups, because na
 where a block is a frame. Every way to do that with at most `MAX_GROUPS` groups is looked at, in every layout. Groups
 whose sequences hold the same few blocks for ever (rings, states) are cut as the others force and do not count.
 
-What is compared is the score of `kvstore.score`. Where the layout "frames" is not among those compared and nobody named
-a block size, groups with equal pages compete too (grouping "equal"): larger blocks are then the lesser evil.
+What is compared is the score of `kvstore.score`. Where the layout "frames" is not among those compared and nobody
+named a block size, groups with equal pages compete too (grouping "equal"): larger blocks are then the lesser evil.
 
-No single odd layer can blow this up: it is a type of its own, and the number of groups of the others is free. A layout
-that allocates more than vLLM's own rule, within the cap, at any of the lengths is passed over, even when its mean is
-less.
+No single odd layer can blow this up: it is a type of its own, and the number of groups of the others is free. The
+packed groups of vLLM's own rule compete too. Of layouts within 1 % of the least score, the first that at none of the
+lengths allocates more than that rule is taken, else the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,20 +22,21 @@ from kvstore.errors import PlanError
 from kvstore.frames import max_frame_bytes
 from kvstore.grouping import STRATEGIES, Layers, deal_groups, deal_layers, groups_within, layers_by_type
 from kvstore.groups import CacheGroup, cached_layers
+from kvstore.memory import parse_memory
 from kvstore.score import (
-    BOUND,
     LAYOUTS,
     LENGTHS,
     Considered,
     Part,
     check_demands,
+    check_lengths,
     consider,
-    figures,
     in_blocks,
     in_frames,
     own_bytes,
     parts_of,
     preferred,
+    score_of,
 )
 from kvstore.specs import AnySpec, LayerSpec
 
@@ -60,16 +61,18 @@ def group_layers(
     *,
     lengths: Sequence[int] = LENGTHS,
     layout: str = "auto",
-    memory: int | None = None,
+    memory: int | str | None = None,
 ) -> list[CacheGroup]:
     """Groups of the layers that own a cache, by a named strategy of `kvstore.grouping` or, with "auto", the best.
 
-    `lengths` (tokens), `layout` and `memory` (bytes) belong to "auto": the groups are those of the plan that
-    `plan_cache` makes for them.
+    `lengths` (tokens), `layout` and `memory` (bytes, or text with a unit) belong to "auto": the groups are those of the
+    plan that `plan_cache` makes for them.
 
     Raises: PlanError for an unknown grouping or layout, and specs that are no mapping of names to specs.
     """
     owners = cached_layers(specs).owners
+    lengths = check_lengths(lengths)
+    budget = None if memory is None else parse_memory(memory)
     if grouping not in GROUPINGS:
         raise PlanError(f"grouping: expected one of {', '.join(GROUPINGS)}, got {grouping!r}")
     if layout not in ("auto", *LAYOUTS):
@@ -78,7 +81,7 @@ def group_layers(
         return STRATEGIES[grouping](owners)
     if not owners:
         return []
-    return list(choose(owners, LAYOUTS if layout == "auto" else (layout,), lengths, memory).groups)
+    return list(choose(owners, LAYOUTS if layout == "auto" else (layout,), lengths, budget).groups)
 
 
 def choose(
@@ -101,57 +104,37 @@ def choose(
         best[layout] = (
             _best_in_frames(dealer, memory) if layout == "frames" else _best_in_blocks(dealer, layout, memory)
         )
-    equal = _equal_groups(specs) if may_grow_blocks and "frames" not in layouts and len(types) > 1 else []
-    for layout in layouts if equal else ():
-        own = own_bytes(dealer.parts((1,) * len(types)))
-        entry = in_blocks(parts_of(equal, lengths), layout, memory, own)
-        if entry.score < best[layout][0].score:
-            best[layout] = entry, ()
+    packed, equal = _within_cap("packed", specs), []
+    if may_grow_blocks and "frames" not in layouts:
+        equal = _within_cap("equal", specs)
+    whole: dict[str, list[CacheGroup]] = {}
+    own = own_bytes(dealer.parts((1,) * len(types)))
+    for groups in filter(None, (packed, equal)):
+        parts = parts_of(groups, lengths)
+        for layout in (layout for layout in layouts if layout != "frames"):
+            entry = in_blocks(parts, layout, memory, own)
+            if entry.score < best[layout][0].score:
+                best[layout], whole[layout] = (entry, ()), groups
     considered = tuple(entry for entry, _ in best.values())
-    reference, groups = _reference(specs, lengths, memory)
-    below = [entry for entry in considered if not reference or _is_below(entry, reference)]
-    if not below and reference and reference.layout in layouts:
-        return Choice(tuple(groups), reference, (*considered, reference))
-    taken = preferred(below or considered)
-    counts = best[taken.layout][1]
-    groups = deal_groups(zip(types, counts, strict=True)) if counts else equal
+    reference = consider(packed, "overlay", lengths, memory) if packed else None
+    taken = preferred(considered, reference)
+    groups = whole.get(taken.layout) or deal_groups(zip(types, best[taken.layout][1], strict=True))
     return Choice(tuple(groups), taken, considered)
 
 
-def _equal_groups(specs: Mapping[str, LayerSpec]) -> list[CacheGroup]:
-    """Groups with equal pages; none where pages cannot be made equal, or the groups are more than the cap."""
+def _within_cap(strategy: str, specs: Mapping[str, LayerSpec]) -> list[CacheGroup]:
+    """The groups of a named strategy; none with one type, where all rules agree, if they are too many, or cannot be."""
+    if len(layers_by_type(specs)) <= 1:
+        return []
     try:
-        groups = STRATEGIES["equal"](specs)
+        groups = STRATEGIES[strategy](specs)
     except PlanError:
         return []
-    return groups if _num_free(groups) <= MAX_GROUPS else []
-
-
-def _num_free(groups: Sequence[CacheGroup]) -> int:
-    return sum(not group.retention.is_fixed for group in groups)
-
-
-def _reference(
-    specs: Mapping[str, LayerSpec], lengths: Sequence[int], memory: int | None
-) -> tuple[Considered | None, list[CacheGroup]]:
-    """What the rule of vLLM 0.33 allocates: packed groups in an overlay.
-
-    None with one type, where all rules agree, and when these groups are more than the cap.
-    """
-    groups = STRATEGIES["packed"](specs) if len(layers_by_type(specs)) > 1 else []
-    if not groups or _num_free(groups) > MAX_GROUPS:
-        return None, []
-    return consider(groups, "overlay", lengths, memory), groups
-
-
-def _is_below(entry: Considered, reference: Considered) -> bool:
-    """Whether a sequence of no length allocates more."""
-    pairs = zip(entry.bytes_per_sequence, reference.bytes_per_sequence, strict=True)
-    return all(mine <= theirs for mine, theirs in pairs)
+    return groups if sum(not group.retention.is_fixed for group in groups) <= MAX_GROUPS else []
 
 
 Found = tuple[Considered, tuple[int, ...]]
-"""The figures of a way to group, and its number of groups of each type; () stands for groups with equal pages."""
+"""The figures of a way to group, and its number of groups of each type; () stands for a named strategy's groups."""
 
 
 class _Dealer:
@@ -201,7 +184,7 @@ class _Dealer:
         for counts in cut:
             parts = self.parts(counts)
             block_bytes = max(part.width for part in parts)
-            found.append((figures(parts, BOUND, block_bytes, (1,) * len(parts), None).score, counts))
+            found.append((score_of(parts, block_bytes, (1,) * len(parts), None)[1], counts))
         return sorted(found)
 
     def cut_fixed(self, counts: Sequence[int], most_bytes: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The command line: `kvstore plan CONFIG --memory 8GiB`, `kvstore demo`, `kvstore --version`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -49,6 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(f"kvstore plan: {_one_line(str(error))}", file=sys.stderr)
         return BAD_USAGE
+    try:
+        _print(plan, other, options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"kvstore plan: cannot write: {error.strerror}", file=sys.stderr)
+        return BAD_USAGE
+    return 0
+
+
+def _print(plan: CachePlan, other: CachePlan | None, options: argparse.Namespace) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     console.width = max(console.width, MIN_WIDTH)
     if options.json:
@@ -59,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_comparison(plan, other, console)
     else:
         show_plan(plan, console)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

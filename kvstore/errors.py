@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvstore_kernels.checks import expect_int
 
 
@@ -34,8 +36,9 @@ class OutOfBlocks(RuntimeError):  # noqa: N818 - the state of the pool, not a mi
 
 
 def plan_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
-    """`expect_int` for fields of a plan. Raises: PlanError for a wrong type as for a wrong range."""
+    """`expect_int` for a plan, numpy integers included. Raises: PlanError for a wrong type as for a wrong range."""
     try:
-        return expect_int(name, value, minimum, maximum)
+        number = int(value) if isinstance(value, np.integer) else value
+        return expect_int(name, number, minimum, maximum)
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from None

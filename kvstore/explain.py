@@ -11,14 +11,14 @@ from kvstore import capacity as capacity_of
 from kvstore import placement
 from kvstore.capacity import blocks_per_group, capacity, longest_sequence
 from kvstore.choose import group_layers
-from kvstore.demand import STORED
+from kvstore.demand import STORED, InFlight
 from kvstore.errors import PlanError
 from kvstore.frames import FRAME_SHARE
 from kvstore.grouping import STRATEGIES
 from kvstore.groups import DRAFT_PREFIX, CacheGroup
 from kvstore.memory import format_bytes
 from kvstore.placement import LayerSlot, Placement
-from kvstore.score import LAYOUT_TOLERANCE, LAYOUTS, Considered, consider
+from kvstore.score import LAYOUT_TOLERANCE, LAYOUTS, Considered, consider, within_tolerance
 from kvstore.specs import LayerSpec
 from kvstore.wording import aligned, counted, group_range, layer_range, percent_over, reach, rows_of, stem
 
@@ -156,15 +156,17 @@ def sequence_bytes(plan: Plan, length: int) -> tuple[int, int]:
 
 def why_taken(plan: Plan) -> str:
     """The layout of the plan and the reason for it."""
-    scores = {entry.layout: entry.score for entry in plan.considered}
-    if len(scores) < 2:
+    if len(plan.considered) < 2:
         return f"{plan.layout}, the only one looked at"
-    least = min(scores, key=lambda layout: scores[layout])
-    if least == plan.layout:
-        same = list(scores.values()).count(scores[least]) > 1
+    least = min(plan.considered, key=lambda entry: entry.score)
+    near = within_tolerance(plan.considered)
+    within = f"within {100 * (LAYOUT_TOLERANCE - 1):.0f} % of the least score"
+    if near[0].layout != plan.layout:
+        return f"{plan.layout}, {within} and at no length above packed groups in an overlay, which {near[0].layout} is"
+    if least.layout == plan.layout:
+        same = [entry.score for entry in plan.considered].count(least.score) > 1
         return f"{plan.layout}, the least score" + " and the first in the list that has it" * same
-    within = f"within {100 * (LAYOUT_TOLERANCE - 1):.0f} % of the least score ({least})"
-    return f"{plan.layout}, {within} and earlier in the list"
+    return f"{plan.layout}, {within} ({least.layout}) and earlier in the list"
 
 
 def compared(plan: Plan, columns: Sequence[Column], show: Callable[[int, int], str]) -> list[list[str]]:
@@ -213,7 +215,8 @@ def borrowed(plan: Plan) -> list[str]:
 def explain_plan(plan: Plan) -> str:
     """Readable text: groups, their places, every layout and grouping compared, bounds, waste, capacity."""
     if not plan.placements:
-        what = f"No layer keeps a cache: {plan.arena_bytes} B, {plan.num_frames} block (the null block)."
+        blocks = "1 block (the null block)" if plan.num_frames == 1 else f"{plan.num_frames:,} blocks counted"
+        what = f"No layer keeps a cache: {plan.arena_bytes} B, {blocks}."
         empty = [f"  group {group.name}: no layer here" for group in plan.groups]
         return "\n".join([what, *empty, *(f"  {line}" for line in borrowed(plan))])
     parts = (_groups, _layout, _layouts_compared, _groupings_compared, _bytes, _capacity)
@@ -320,7 +323,7 @@ def _bytes(plan: Plan) -> list[str]:
 
 def _capacity(plan: Plan) -> list[str]:
     flight = plan.max_tokens_in_flight
-    longest = longest_sequence(plan, plan.num_frames, flight)
+    longest = longest_sequence(plan, plan.num_frames, InFlight(flight))
     unit = "frame" if plan.layout == "frames" else "block"
     lines = [
         f"Capacity of {format_bytes(plan.arena_bytes)}: {counted(plan.num_frames, unit)}, one of them the null {unit}"
@@ -328,7 +331,7 @@ def _capacity(plan: Plan) -> list[str]:
         "  longest sequence alone: " + ("any length" if longest is None else counted(longest, "token")),
     ]
     for length in plan.lengths:
-        fits = capacity(plan, length, flight)
+        fits = capacity(plan, length, InFlight(flight))
         lines += [
             f"  {counted(length, 'token')}: {counted(fits.num_sequences, 'sequence')} at once "
             f"({counted(fits.num_tokens, 'token')}), each of {counted(sum(fits.blocks), 'block')} "
@@ -336,7 +339,7 @@ def _capacity(plan: Plan) -> list[str]:
             f"    one takes {format_bytes(fits.num_bytes)}, its rows {format_bytes(sequence_bytes(plan, length)[1])}",
         ]
         for stored in STORED if flight else ():
-            busy = blocks_per_group(plan.groups, length, flight, stored=stored)
+            busy = blocks_per_group(plan.groups, length, InFlight(flight, stored))
             held = f"{counted(sum(busy), 'block')} ({blocks_text(plan, busy)})"
             lines.append(f"    with {min(flight, length):,} of its tokens in flight, stored {stored!r}: {held}")
     return lines

@@ -27,8 +27,7 @@ def layers_by_type(specs: Mapping[str, LayerSpec]) -> list[Layers]:
     """Layers of one type together, in layer order; a hidden-state cache is a type of its own."""
     types: dict[Hashable, Layers] = {}
     for layer, spec in specs.items():
-        own = layer if spec.kind == "hidden_state" else None
-        types.setdefault((spec.block_size, spec.retention, own), {})[layer] = spec
+        types.setdefault((spec.block_size, spec.retention, _alone(layer, spec)), {})[layer] = spec
     return list(types.values())
 
 
@@ -63,9 +62,9 @@ def group_equal(specs: Mapping[str, LayerSpec]) -> list[CacheGroup]:
     types = layers_by_type(specs)
     if len(types) <= 1:
         return deal_groups((layers, 1) for layers in types)
-    buckets: dict[LayerSpec, Layers] = {}
+    buckets: dict[Hashable, Layers] = {}
     for layer, spec in unify_pages(specs).items():
-        buckets.setdefault(spec, {})[layer] = spec
+        buckets.setdefault((spec, _alone(layer, spec)), {})[layer] = spec
     smallest, largest = min(map(len, buckets.values())), max(map(len, buckets.values()))
     size = largest if 2 * largest < 3 * smallest else smallest
     return deal_groups((layers, cdiv(len(layers), size)) for layers in buckets.values())
@@ -111,8 +110,15 @@ STRATEGIES: Mapping[str, Callable[[Mapping[str, LayerSpec]], list[CacheGroup]]] 
 
 def groups_within(layers: Layers, max_bytes: int) -> int:
     """The fewest groups that layers are dealt to so that none has more than `max_bytes`; all, if one page has more."""
-    least = cdiv(sum(spec.page_bytes for spec in layers.values()), max(max_bytes, 1))
-    return next((n for n in range(max(least, 1), len(layers)) if _widest(layers, n) <= max_bytes), len(layers))
+    sizes = Counter(spec.page_bytes for spec in layers.values())
+    if max(sizes) > max_bytes:
+        return len(layers)
+    count = max(cdiv(sum(size * n for size, n in sizes.items()), max_bytes), 1)
+    while (widest := _widest(layers, count)) > max_bytes:
+        # A group has at most one page of each size more than its share: far from the goal, whole steps are safe.
+        excess = widest - max_bytes - sum(sizes)
+        count += max(count * excess // widest, 1)
+    return count
 
 
 def deal_layers(layers: Layers, count: int) -> list[Layers]:
@@ -132,6 +138,11 @@ def deal_layers(layers: Layers, count: int) -> list[Layers]:
         owner[layer] = turn[spec.page_bytes] % count
         turn[spec.page_bytes] += 1
     return [{layer: spec for layer, spec in layers.items() if owner[layer] == part} for part in range(count)]
+
+
+def _alone(layer: str, spec: LayerSpec) -> str | None:
+    """What keeps a hidden-state cache from sharing a group."""
+    return layer if spec.kind == "hidden_state" else None
 
 
 def _repeats(layers: Layers) -> int:

@@ -1,9 +1,10 @@
 """CacheGroup: layers that allocate and free together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from types import MappingProxyType
+from typing import Any
 
 from kvstore.errors import PlanError, plan_int
 from kvstore.specs import Alias, AnySpec, LayerSpec, NoCache, Retention
@@ -29,8 +30,7 @@ class CacheGroup:
     retention: Retention
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise PlanError(f"CacheGroup: name: expected a non-empty string, got {self.name!r}")
+        check_name("CacheGroup: name", self.name)
         plan_int(f"CacheGroup {self.name!r}: block_size", self.block_size, 1)
         if not isinstance(self.retention, Retention):
             raise PlanError(f"CacheGroup {self.name!r}: retention: expected a Retention, got {self.retention!r}")
@@ -47,6 +47,9 @@ class CacheGroup:
                     f"got {spec.retention}"
                 )
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheGroup, (self.name, dict(self.layers), self.block_size, self.retention)
 
     @property
     def block_bytes(self) -> int:
@@ -69,19 +72,26 @@ class CacheGroup:
         return any(layer.startswith(DRAFT_PREFIX) for layer in self.layers)
 
 
+def check_name(what: str, name: object) -> None:
+    """Raises PlanError unless `name` is a non-empty string that UTF-8 can write."""
+    if not isinstance(name, str) or not name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise PlanError(f"{what}: expected a non-empty string, got {name!r}")
+
+
 def check_layers(owner: str, layers: object) -> None:
     """Raises PlanError unless `layers` maps non-empty strings to LayerSpecs."""
     if not isinstance(layers, Mapping):
         raise PlanError(f"{owner}: layers: expected a mapping of layer names to LayerSpecs, got {layers!r}")
     for layer, spec in layers.items():
-        if not isinstance(layer, str) or not layer:
-            raise PlanError(f"{owner}: layer name: expected a non-empty string, got {layer!r}")
+        check_name(f"{owner}: layer name", layer)
         if not isinstance(spec, LayerSpec):
             raise PlanError(f"{owner}: layer {layer!r}: expected a LayerSpec, got {spec!r}")
 
 
 def check_groups(groups: Sequence[CacheGroup]) -> None:
     """Raises PlanError when an entry is no CacheGroup, two have one name, or a layer is in two of them."""
+    if not isinstance(groups, Iterable):
+        raise PlanError(f"groups: expected CacheGroups, got {groups!r}")
     owners: dict[str, str] = {}
     names: set[str] = set()
     for group in groups:
@@ -120,6 +130,7 @@ def cached_layers(specs: Mapping[str, AnySpec]) -> CachedLayers:
     check_layers("specs", owners if isinstance(specs, Mapping) else specs)
     aliases: dict[str, str] = {}
     for layer, spec in specs.items():
+        check_name("specs: layer name", layer)
         seen, owner = {layer}, spec
         while isinstance(owner, Alias):
             target = owner.of

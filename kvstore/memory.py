@@ -10,18 +10,19 @@ UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for binary in ("i", "")
 }
-_AMOUNT = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) ?([A-Za-z]+)")
+_AMOUNT = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]+)")
+
+MAX_BYTES = 2**60
+"""Beyond any machine: a budget above it is a mistake."""
 
 
 def parse_memory(memory: int | str) -> int:
     """Bytes of a budget: an int is bytes, text is a number and a unit ("80GiB", "1.5 GB"). Fractions are cut off.
 
-    Raises: PlanError for a negative number, a number that is no int, and text without a known unit.
+    Raises: PlanError for a number below 0 or above an EiB, a number that is no int, and text without a known unit.
     """
     if isinstance(memory, int) and not isinstance(memory, bool):
-        if memory < 0:
-            raise PlanError(f"memory: expected a number of bytes >= 0, got {memory}")
-        return memory
+        return _checked(memory, memory)
     if not isinstance(memory, str):
         raise PlanError(
             f"memory: expected bytes as int or text such as '80GiB', got {memory!r} of type {type(memory).__name__}"
@@ -29,7 +30,13 @@ def parse_memory(memory: int | str) -> int:
     amount = _AMOUNT.fullmatch(memory.strip())
     if amount is None or amount[2] not in UNITS:
         raise PlanError(f"memory: expected a number and one of the units {', '.join(UNITS)}, got {memory!r}")
-    return int(Fraction(amount[1]) * UNITS[amount[2]])
+    return _checked(int(Fraction(amount[1]) * UNITS[amount[2]]), memory)
+
+
+def _checked(num_bytes: int, given: int | str) -> int:
+    if not 0 <= num_bytes <= MAX_BYTES:
+        raise PlanError(f"memory: expected a number of bytes in [0, 2**60], got {given!r}")
+    return num_bytes
 
 
 def format_bytes(num_bytes: int) -> str:

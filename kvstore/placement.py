@@ -40,6 +40,9 @@ class LayerSlot:
     num_bytes: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layers, list | tuple):
+            raise PlanError(f"LayerSlot: layers: expected a tuple, got {self.layers!r}")
+        object.__setattr__(self, "layers", tuple(self.layers))
         for name, minimum in (("page_bytes", 1), ("index", 0), ("offset_bytes", 0), ("num_bytes", 1)):
             plan_int(f"LayerSlot: {name}", getattr(self, name), minimum)
 

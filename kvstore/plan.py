@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from kvstore.capacity import Capacity, blocks_per_group, capacity, longest_sequence
 from kvstore.choose import GROUPINGS
+from kvstore.demand import MAX_TOKENS, InFlight
 from kvstore.errors import PlanError, plan_int
 from kvstore.explain import explain_plan
 from kvstore.groups import CacheGroup
 from kvstore.memory import parse_memory
 from kvstore.placement import LayerSlot, Placement, lower_bound_bytes
 from kvstore.proof import prove_placement
-from kvstore.score import LAYOUTS, LENGTHS, Considered
+from kvstore.score import LAYOUTS, LENGTHS, Considered, check_lengths
 from kvstore.specs import LayerSpec, Retention
 
 MIN_FRAMES = 2
@@ -62,8 +63,17 @@ class CachePlan:
     _group_index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placements", MappingProxyType(dict(self.placements)))
-        object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)))
+        for name in ("groups", "layer_slots", "blocks_per_frame", "uncached", "lengths", "considered"):
+            _set_tuple(self, name)
+        for name, kind in (("groups", CacheGroup), ("layer_slots", LayerSlot), ("considered", Considered)):
+            if not all(isinstance(item, kind) for item in getattr(self, name)):
+                raise PlanError(f"{name}: expected {kind.__name__}s, got {getattr(self, name)!r}")
+        for name in ("placements", "aliases"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise PlanError(f"{name}: expected a mapping, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        if not all(isinstance(place, Placement) for place in self.placements.values()):
+            raise PlanError("placements: expected Placements")
         index = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         object.__setattr__(self, "_group_index", index)
         if self.fingerprint:
@@ -71,6 +81,9 @@ class CachePlan:
         else:
             self._prove()
             object.__setattr__(self, "fingerprint", _digest(self._fields()))
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
 
     def __repr__(self) -> str:
         return (
@@ -136,38 +149,31 @@ class CachePlan:
         *,
         in_flight: int = 0,
         stored: str = "all",
+        num_steps: int = 1,
         prefix_caching: bool = True,
     ) -> npt.NDArray[np.int64]:
         """int64 [sequences, groups]: the most blocks that sequences of `lengths` tokens hold; an int is one sequence.
 
-        Columns follow `plan.groups`.
+        Columns follow `plan.groups`. `in_flight` tokens of each, or all it has, are scheduled and not settled, see
+        `kvstore.demand.InFlight` for this and the other arguments.
 
-        `in_flight` tokens of each, or all it has, are scheduled and not settled. `stored` says which of them windows
-        and chunks keep: "all", or the "tail" that a later step can still read. With `prefix_caching` a state in
-        flight takes one more block, since the one it starts from stays.
-
-        Raises: PlanError for a negative number or another value of `stored`.
+        Raises: PlanError for a number out of range or another value of `stored`.
         """
-        given = [lengths] if isinstance(lengths, int | np.integer) else list(lengths)
-        plan_int("in_flight", in_flight, 0)
-        rows = [
-            blocks_per_group(
-                self.groups, plan_int("lengths", length, 0), in_flight, stored=stored, prefix_caching=prefix_caching
-            )
-            for length in given
-        ]
+        flight = InFlight(in_flight, stored, num_steps, prefix_caching)
+        many = isinstance(lengths, Sequence | np.ndarray) and not isinstance(lengths, str | bytes) and np.ndim(lengths)
+        given: list[Any] = list(lengths) if many else [lengths]  # type: ignore[arg-type]
+        rows = [blocks_per_group(self.groups, plan_int("lengths", length, 0, MAX_TOKENS), flight) for length in given]
         return np.array(rows, dtype=np.int64).reshape(len(given), len(self.groups))
 
     def capacity(
-        self, length: int, in_flight: int = 0, *, stored: str = "all", prefix_caching: bool = True
+        self, length: int, in_flight: int = 0, *, stored: str = "all", num_steps: int = 1, prefix_caching: bool = True
     ) -> Capacity:
         """How many sequences of `length` tokens fit at once, while a step has `in_flight` tokens of one of them.
 
         Raises: PlanError as `blocks_needed`.
         """
-        plan_int("length", length, 0)
-        plan_int("in_flight", in_flight, 0)
-        return capacity(self, length, in_flight, stored=stored, prefix_caching=prefix_caching)
+        flight = InFlight(in_flight, stored, num_steps, prefix_caching)
+        return capacity(self, plan_int("length", length, 0, MAX_TOKENS), flight)
 
     def max_length(
         self,
@@ -175,17 +181,17 @@ class CachePlan:
         *,
         in_flight: int = 0,
         stored: str = "all",
+        num_steps: int = 1,
         prefix_caching: bool = True,
     ) -> int | None:
         """The tokens of the longest sequence that fits alone, here or in `memory`; None when any length does.
 
         0 when not even one token fits. Raises: PlanError as `blocks_needed`, and as `parse_memory`.
         """
-        plan_int("in_flight", in_flight, 0)
         frames = self.num_frames
         if memory is not None and self.frame_bytes:
             frames = max(parse_memory(memory) // self.frame_bytes, 1)
-        return longest_sequence(self, frames, in_flight, stored=stored, prefix_caching=prefix_caching)
+        return longest_sequence(self, frames, InFlight(in_flight, stored, num_steps, prefix_caching))
 
     def validate(self) -> None:
         """Proves the plan safe in time independent of the number of blocks; see `prove_placement`.
@@ -200,10 +206,7 @@ class CachePlan:
         plan_int("num_frames", self.num_frames, MIN_FRAMES if self.placements else 1)
         plan_int("frame_bytes", self.frame_bytes, 1 if self.placements else 0)
         plan_int("max_tokens_in_flight", self.max_tokens_in_flight, 0)
-        if not self.lengths:
-            raise PlanError("lengths: expected at least one number of tokens, got none")
-        for length in self.lengths:
-            plan_int("lengths", length, 1)
+        check_lengths(self.lengths)
         for name, known in (("grouping", (*GROUPINGS, "given")), ("layout", LAYOUTS)):
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -225,8 +228,9 @@ class CachePlan:
         )
         for group, blocks in zip(self.groups, self.num_blocks, strict=True):
             plan_int(f"group {group.name!r}: the last block id", blocks - 1, 0, MAX_BLOCK_ID)
-        for layer in (*self.aliases, *self.uncached):
-            if not isinstance(layer, str) or layer in self._group_index:
+        others = (*self.aliases, *self.uncached)
+        for layer in others:
+            if not isinstance(layer, str) or layer in self._group_index or others.count(layer) > 1:
                 raise PlanError(f"aliases, uncached: expected names of layers without a cache, got {layer!r}")
         for layer, owner in self.aliases.items():
             if not isinstance(owner, str) or owner not in self._group_index:
@@ -256,7 +260,7 @@ class CachePlan:
         Raises: PlanError for anything else: no JSON, other fields, other types, an edited plan.
         """
         try:
-            document = json.loads(text)
+            document = json.loads(text, object_pairs_hook=_without_repeats)
         except (TypeError, ValueError, RecursionError) as error:
             raise PlanError(f"plan: expected JSON text, got {error}") from error
         if not isinstance(document, dict):
@@ -341,6 +345,19 @@ def _from_fields(cls: type[CachePlan], document: dict[str, Any]) -> CachePlan:
             for entry in document["considered"]
         ),
     )
+
+
+def _set_tuple(plan: CachePlan, name: str) -> None:
+    value = getattr(plan, name)
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"{name}: expected a tuple, got {value!r}")
+    object.__setattr__(plan, name, tuple(value))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("an object with one field twice")
+    return dict(pairs)
 
 
 def _plain(record: LayerSlot | Placement | Retention | Considered) -> dict[str, Any]:

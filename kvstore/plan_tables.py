@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.capacity import blocks_per_group
-from kvstore.demand import STORED
+from kvstore.demand import STORED, InFlight
 from kvstore.explain import (
     alike,
     blocks_text,
@@ -236,7 +236,7 @@ def _capacity(plan: CachePlan) -> RenderableType:
     )
     for length in plan.lengths:
         fits = plan.capacity(length, flight)
-        busy = [blocks_per_group(plan.groups, length, flight, stored=stored) for stored in STORED if flight]
+        busy = [blocks_per_group(plan.groups, length, InFlight(flight, stored)) for stored in STORED if flight]
         _row(
             table,
             f"{length:,}",

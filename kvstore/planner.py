@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvstore.capacity import blocks_per_group
@@ -15,9 +14,9 @@ from kvstore.groups import CachedLayers, CacheGroup, cached_layers, check_groups
 from kvstore.memory import format_bytes, parse_memory
 from kvstore.models import specs_from_config
 from kvstore.placement import PLACERS, Placed, lower_bound_bytes, place_frames
-from kvstore.plan import MIN_FRAMES, CachePlan
+from kvstore.plan import MAX_BLOCK_ID, MIN_FRAMES, CachePlan
 from kvstore.score import LAYOUTS as CHOICES
-from kvstore.score import LENGTHS, Considered, consider, preferred
+from kvstore.score import LENGTHS, Considered, check_lengths, consider, preferred
 from kvstore.specs import Alias, AnySpec, LayerSpec, NoCache
 from kvstore_kernels.checks import cdiv
 
@@ -201,7 +200,8 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
 
 def _refuse_options(config_options: Mapping[str, Any]) -> None:
     for name, value in config_options.items():
-        if value != CONFIG_DEFAULTS.get(name):
+        default = CONFIG_DEFAULTS.get(name)
+        if (type(value), value) != (type(default), default):
             raise PlanError(f"{name}: expected only with a model config, got {value!r}")
 
 
@@ -221,17 +221,16 @@ def make_request(
         raise PlanError(f"grouping: expected one of {', '.join(GROUPINGS)}, got {grouping!r}")
     if (memory is None) == (num_frames is None):
         raise PlanError(f"expected exactly one of memory and num_frames, got {memory!r} and {num_frames!r}")
-    tokens: object = lengths
-    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray) or not len(tokens):
-        raise PlanError(f"lengths: expected at least one number of tokens, got {lengths!r}")
     if frame_bytes is not None:
         plan_int("frame_bytes", frame_bytes, 1)
         if layout != "frames":
             raise PlanError(f"frame_bytes: expected only with layout 'frames', got {frame_bytes} and {layout!r}")
+    if num_frames is not None:
+        plan_int("num_frames", num_frames, 1, MAX_BLOCK_ID)
     return Request(
         None if memory is None else parse_memory(memory),
         num_frames,
-        tuple(int(plan_int("lengths", length, 1)) for length in lengths),
+        check_lengths(lengths),
         grouping,
         layout,
         frame_bytes,
@@ -247,7 +246,8 @@ def count_frames(groups: Sequence[CacheGroup], taken: Considered, request: Reque
     if request.memory is None:
         return plan_int("num_frames", request.num_frames, MIN_FRAMES)
     one_token = sum(map(cdiv, blocks_per_group(groups, 1), taken.blocks_per_frame))
-    needed, frames = max(MIN_FRAMES, 1 + one_token), request.memory // taken.frame_bytes
+    most = (MAX_BLOCK_ID + 1) // max(taken.blocks_per_frame)  # block ids are int32, however large the memory
+    needed, frames = max(MIN_FRAMES, 1 + one_token), min(request.memory // taken.frame_bytes, most)
     if frames < needed:
         raise PlanError(
             f"memory: one token needs {one_token} frames of {format_bytes(taken.frame_bytes)} ({taken.layout}), beside "

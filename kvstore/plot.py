@@ -244,6 +244,9 @@ def _draw_capacity(sequences: Axes, tokens: Axes, plan: CachePlan) -> None:
     for axes, title in ((sequences, "Sequences at once, over their length"), (tokens, "Tokens of all of them")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        if not any(map(any, curves)):
+            axes.set_ylim(1, 10)
+            axes.text(0.5, 0.5, "no sequence fits", transform=axes.transAxes, ha="center", fontsize=10)
         axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
         axes.set_title(title, fontsize=11, loc="left")
         axes.tick_params(labelsize=9)

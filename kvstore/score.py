@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import lcm
+from math import inf, lcm
 
-from kvstore.demand import blocks_of_sequence
+import numpy as np
+
+from kvstore.demand import MAX_TOKENS, blocks_of_sequence
 from kvstore.errors import PlanError, plan_int
 from kvstore.frames import blocks_in_frame, choose_frame, held_back
 from kvstore.grouping import Layers
@@ -36,9 +38,6 @@ LAYOUT_TOLERANCE = 1.01
 MAX_DEMAND_BYTES = 2**40
 """Up to which stride demands may combine."""
 
-BOUND = "bound"
-"""Stands for a layout in figures that only bound those of a layout."""
-
 
 @dataclass(frozen=True, slots=True)
 class Considered:
@@ -55,13 +54,13 @@ class Considered:
     score: float
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS and self.layout != BOUND:
+        if self.layout not in LAYOUTS:
             raise PlanError(f"Considered: layout: expected one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         for name in ("num_groups", "frame_bytes"):
             plan_int(f"Considered: {name}", getattr(self, name), 0)
         for number in (*self.blocks_per_frame, *self.bytes_per_sequence):
             plan_int("Considered: blocks_per_frame, bytes_per_sequence", number, 0)
-        if not isinstance(self.score, float) or self.score < 0:
+        if not isinstance(self.score, float) or not 0 <= self.score < inf:
             raise PlanError(f"Considered: score: expected a number >= 0, got {self.score!r}")
 
 
@@ -93,10 +92,25 @@ class Part:
         return lcm(*(spec.stride_multiple for spec in self.layers.values()))
 
 
-def preferred(considered: Sequence[Considered]) -> Considered:
-    """The least score; of those within `LAYOUT_TOLERANCE` of it the earliest layout."""
+def preferred(considered: Sequence[Considered], reference: Considered | None = None) -> Considered:
+    """Of those within `LAYOUT_TOLERANCE` of the least score the first, in the order of layouts.
+
+    With a `reference`: the first that at no length allocates more than it, if there is one.
+    """
+    near = within_tolerance(considered)
+    return next((entry for entry in near if reference and is_below(entry, reference)), near[0])
+
+
+def within_tolerance(considered: Sequence[Considered]) -> list[Considered]:
+    """Those whose score is within `LAYOUT_TOLERANCE` of the least."""
     least = min(entry.score for entry in considered)
-    return next(entry for entry in considered if entry.score <= least * LAYOUT_TOLERANCE)
+    return [entry for entry in considered if entry.score <= least * LAYOUT_TOLERANCE]
+
+
+def is_below(entry: Considered, reference: Considered) -> bool:
+    """Whether a sequence of no length allocates more."""
+    pairs = zip(entry.bytes_per_sequence, reference.bytes_per_sequence, strict=True)
+    return all(mine <= theirs for mine, theirs in pairs)
 
 
 def consider(
@@ -159,7 +173,19 @@ def figures(
     memory: int | None,
     own: Sequence[int] | None = None,
 ) -> Considered:
-    """What sequences of each length allocate, and the score; over `own` bytes per length, else the parts' own pages."""
+    """What sequences of each length allocate, and the score; see `score_of`."""
+    allocated, score = score_of(parts, frame_bytes, blocks_per_frame, memory, own)
+    return Considered(layout, len(parts), frame_bytes, blocks_per_frame, allocated, score)
+
+
+def score_of(
+    parts: Sequence[Part],
+    frame_bytes: int,
+    blocks_per_frame: tuple[int, ...],
+    memory: int | None,
+    own: Sequence[int] | None = None,
+) -> tuple[tuple[int, ...], float]:
+    """Bytes allocated per length and the score, over `own` bytes per length, else the parts' own pages."""
     strides = [frame_bytes // blocks for blocks in blocks_per_frame]
     own = own_bytes(parts) if own is None else own
     allocated = tuple(
@@ -168,9 +194,7 @@ def figures(
     )
     excess = sum(a / o if o else 1.0 for a, o in zip(allocated, own, strict=True)) / len(own)
     held = held_back(memory, frame_bytes, len(parts), max(blocks_per_frame))
-    return Considered(
-        layout, len(parts), frame_bytes, blocks_per_frame, allocated, excess + GROUP_PRICE * _counted(parts) + held
-    )
+    return allocated, excess + GROUP_PRICE * num_counted(parts) + held
 
 
 def weights(parts: Sequence[Part]) -> list[list[float]]:
@@ -183,7 +207,8 @@ def own_bytes(parts: Sequence[Part]) -> list[int]:
     return [sum(part.blocks[length] * part.width for part in parts) for length in range(len(parts[0].blocks))]
 
 
-def _counted(parts: Sequence[Part]) -> int:
+def num_counted(parts: Sequence[Part]) -> int:
+    """Groups that count toward the cap and the price."""
     return sum(not part.is_fixed for part in parts)
 
 
@@ -221,3 +246,12 @@ def check_demands(specs: Iterable[LayerSpec]) -> None:
             f"block_stride_multiple: the demands {', '.join(map(str, demands))} B have no common multiple up to "
             f"{MAX_DEMAND_BYTES} B"
         )
+
+
+def check_lengths(lengths: object) -> tuple[int, ...]:
+    """Lengths in tokens, at least one, as ints. Raises: PlanError for anything but a sequence or array of them."""
+    if isinstance(lengths, np.ndarray):
+        lengths = lengths.tolist()
+    if isinstance(lengths, str | bytes) or not isinstance(lengths, Sequence) or not len(lengths):
+        raise PlanError(f"lengths: expected at least one number of tokens, got {lengths!r}")
+    return tuple(plan_int("lengths", length, 1, MAX_TOKENS) for length in lengths)

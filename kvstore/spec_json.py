@@ -109,6 +109,10 @@ def spec_from_fields(layer: str, fields: Mapping[str, Any]) -> AnySpec:
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in KNOWN_KINDS:
         raise PlanError(f"layer {layer!r}: kind: expected one of {', '.join(KNOWN_KINDS)}, got {kind!r}")
+    if kind in (Alias.kind, NoCache.kind):
+        foreign = sorted(fields.keys() - ({"name", "kind", "of"} if kind == Alias.kind else {"name", "kind"}))
+        if foreign:
+            raise PlanError(f"layer {layer!r}: field {foreign[0]!r}: kind {kind!r} has none")
     try:
         if kind == "alias":
             return Alias(fields.get("of"))  # type: ignore[arg-type]
@@ -200,6 +204,8 @@ def specs_to_dicts(specs: Mapping[str, AnySpec]) -> list[dict[str, Any]]:
 
     Raises: PlanError for an entry that is no spec.
     """
+    if not isinstance(specs, Mapping):
+        raise PlanError(f"specs: expected a mapping of layer names to specs, got {type(specs).__name__}")
     rows: list[dict[str, Any]] = []
     for layer, spec in specs.items():
         if isinstance(spec, LayerSpec):

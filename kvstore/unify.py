@@ -5,7 +5,8 @@ from dataclasses import replace
 from math import lcm
 
 from kvstore.errors import PlanError
-from kvstore.specs import LayerSpec
+from kvstore.groups import cached_layers
+from kvstore.specs import AnySpec, LayerSpec
 
 
 def unify_pages(specs: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
@@ -45,25 +46,28 @@ def _with_page(layer: str, spec: LayerSpec, target: int, largest: str) -> LayerS
     return replace(spec, padded_page_bytes=target)
 
 
-def promote_windows(specs: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+def promote_windows(specs: Mapping[str, AnySpec]) -> dict[str, AnySpec]:
     """Specs for an engine with one group: windows and chunks keep every row, in blocks of the largest block size.
 
-    A promoted layer remembers its window, which still bounds what is read.
+    A promoted layer remembers its window, which still bounds what is read. Aliases and layers without a cache stay.
 
     Raises: PlanError when the layers do not become one kind: windows beside chunks without a full layer to follow,
     windows of different reach likewise, and states or rings beside attention.
     """
-    kinds = {spec.retention for spec in specs.values()}
+    owners = cached_layers(specs).owners
+    kinds = {spec.retention for spec in owners.values()}
     if len(kinds) <= 1:
         return dict(specs)
-    unlike = [layer for layer, spec in specs.items() if spec.retention.is_fixed]
+    unlike = [layer for layer, spec in owners.items() if spec.retention.is_fixed]
     if unlike:
-        raise PlanError(f"layer {unlike[0]!r}: kind {specs[unlike[0]].kind!r} cannot be kept like attention")
+        raise PlanError(f"layer {unlike[0]!r}: kind {owners[unlike[0]].kind!r} cannot be kept like attention")
     if not any(retention.kind == "full" for retention in kinds):
-        names = ", ".join(f"{layer!r} ({spec.kind})" for layer, spec in list(specs.items())[:4])
+        names = ", ".join(f"{layer!r} ({spec.kind})" for layer, spec in list(owners.items())[:4])
         raise PlanError(f"layers {names}: no full layer to follow, and their reach differs")
-    block_size = max(spec.block_size for spec in specs.values())
-    return {layer: _promoted(spec, block_size) for layer, spec in specs.items()}
+    block_size = max(spec.block_size for spec in owners.values())
+    return {
+        layer: _promoted(spec, block_size) if isinstance(spec, LayerSpec) else spec for layer, spec in specs.items()
+    }
 
 
 def _promoted(spec: LayerSpec, block_size: int) -> LayerSpec:

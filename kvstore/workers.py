@@ -4,6 +4,7 @@ A block id then means the same on all of them, so that one rank's books serve al
 group keeps the group empty: it counts blocks and stores nothing.
 """
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import gcd, lcm
@@ -54,7 +55,8 @@ def plan_workers(
         make_request(budget, num_frames, lengths, grouping, layout, None, max_tokens_in_flight) for budget in budgets
     ]
     owned = [_layers_of_rank(rank, models) for rank in range(len(models))]
-    merged = _merged([layers.owners for layers in owned])
+    _check_alike(models)
+    merged = {layer: spec for layers in owned for layer, spec in layers.owners.items()}
     if not merged:
         groups: list[tuple[CacheGroup, ...]] = [()] * len(models)
         taken = [Considered(CHOICES[0], 0, 0, (), (0,) * len(requests[0].lengths), 0.0)] * len(models)
@@ -83,13 +85,14 @@ def plan_distributed(
 
     Raises: PlanError on all ranks when the specs or options of one contradict another's or cannot be.
     """
-    import torch.distributed as distributed
+    import torch.distributed as distributed  # only here: it is not part of every build of torch
 
     rank, size = distributed.get_rank(process_group), distributed.get_world_size(process_group)
     try:
         own: Any = (specs_to_dicts(specs), memory, options)
-    except PlanError as error:  # told to all, so that none of them waits for ever
-        own = str(error)
+        pickle.dumps(own)
+    except Exception as error:  # told to all, whatever it is, so that none of them waits for ever
+        own = str(error) if isinstance(error, PlanError) else repr(error)
     gathered: list[Any] = [None] * size
     distributed.all_gather_object(gathered, own, group=process_group)
     for other, entry in enumerate(gathered):
@@ -122,22 +125,23 @@ def _layers_of_rank(rank: int, models: Sequence[Mapping[str, AnySpec]]) -> Cache
         raise PlanError(f"rank {rank}: {error}{hint}") from None
 
 
-def _merged(ranks: Sequence[Mapping[str, LayerSpec]]) -> dict[str, LayerSpec]:
-    merged: dict[str, LayerSpec] = {}
-    first: dict[str, int] = {}
+def _check_alike(ranks: Sequence[Mapping[str, AnySpec]]) -> None:
+    """Raises PlanError when one layer has two specs, names both ranks and what differs."""
+    first: dict[str, tuple[int, AnySpec]] = {}
     for rank, specs in enumerate(ranks):
         for layer, spec in specs.items():
-            if merged.setdefault(layer, spec) != spec:
+            before, known = first.setdefault(layer, (rank, spec))
+            if known != spec:
                 raise PlanError(
-                    f"layer {layer!r}: expected one spec, rank {first[layer]} and rank {rank} differ in "
-                    f"{_differences(merged[layer], spec)}"
+                    f"layer {layer!r}: expected one spec, rank {before} and rank {rank} differ in "
+                    f"{_differences(known, spec)}"
                 )
-            first.setdefault(layer, rank)
-    return merged
 
 
-def _differences(one: LayerSpec, other: LayerSpec) -> str:
+def _differences(one: AnySpec, other: AnySpec) -> str:
     """The fields in which two specs differ: "window 128 and 64"."""
+    if not isinstance(one, LayerSpec) or not isinstance(other, LayerSpec):
+        return f"kind: {one!r} and {other!r}" if type(one) is type(other) else f"kind {one.kind!r} and {other.kind!r}"
     pairs = [(item.name, getattr(one, item.name), getattr(other, item.name)) for item in fields(LayerSpec)]
     return ", ".join(f"{name} {mine!r} and {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planning_data import MODELS, layers_of
 from strategies import padded_group
 
-from kvstore.demand import blocks_of_sequence
+from kvstore.demand import InFlight, blocks_of_sequence
 from kvstore.errors import PlanError
 from kvstore.layers import full_attention, latent, recurrent_state, sliding_window
 from kvstore.planner import plan_cache
@@ -48,7 +48,7 @@ retentions = st.one_of(
 @given(retentions, st.integers(1, 9), st.integers(0, 120), st.integers(0, 50))
 @settings(max_examples=300, deadline=None)
 def test_no_sequence_ever_holds_more_and_long_ones_hold_as_many(retention, block_size, length, in_flight):
-    formula = blocks_of_sequence(retention, block_size, length, in_flight)
+    formula = blocks_of_sequence(retention, block_size, length, InFlight(in_flight))
     held = most_blocks_held(retention, block_size, length, in_flight)
     assert held <= formula <= cdiv(length, block_size)
     long = length >= 40 + in_flight + 2 * block_size and (retention.window or 0) + in_flight > 1
@@ -59,8 +59,8 @@ def test_no_sequence_ever_holds_more_and_long_ones_hold_as_many(retention, block
 @given(retentions, st.integers(1, 9), st.integers(0, 200), st.integers(0, 150))
 @settings(max_examples=200, deadline=None)
 def test_storing_the_tail_only_never_takes_more(retention, block_size, length, in_flight):
-    every = blocks_of_sequence(retention, block_size, length, in_flight)
-    tail = blocks_of_sequence(retention, block_size, length, in_flight, stored="tail")
+    every = blocks_of_sequence(retention, block_size, length, InFlight(in_flight))
+    tail = blocks_of_sequence(retention, block_size, length, InFlight(in_flight, "tail"))
     assert tail <= every
     reach = retention.window or retention.chunk
     if reach and length:
@@ -124,9 +124,9 @@ STATE = recurrent_state([("s", (4, 64), torch.float32)], speculative_blocks=2)
 
 def test_states_hold_their_blocks_at_any_length():
     assert [blocks_of_sequence(STATE.retention, 16, length) for length in (0, 1, 10**6)] == [0, 3, 3]
-    assert blocks_of_sequence(STATE.retention, 16, 100, 1) == 4
-    assert blocks_of_sequence(STATE.retention, 16, 100, 1, prefix_caching=False) == 3
-    assert [blocks_of_sequence(Retention("ring"), 8, length, 99) for length in (0, 1, 10**6)] == [0, 1, 1]
+    assert blocks_of_sequence(STATE.retention, 16, 100, InFlight(1)) == 4
+    assert blocks_of_sequence(STATE.retention, 16, 100, InFlight(1, prefix_caching=False)) == 3
+    assert [blocks_of_sequence(Retention("ring"), 8, length, InFlight(99)) for length in (0, 1, 10**6)] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("layout", ["buckets", "frames"])
@@ -180,16 +180,19 @@ def test_the_longest_sequence():
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda plan: plan.blocks_needed(-1), "lengths: expected an integer >= 0, got -1"),
+        (lambda plan: plan.blocks_needed(-1), "lengths: expected an integer in [0, 1099511627776], got -1"),
         (lambda plan: plan.blocks_needed([4.5]), "lengths: expected an integer, got 4.5 of type float"),
         (lambda plan: plan.blocks_needed(["8k"]), "lengths: expected an integer, got '8k' of type str"),
-        (lambda plan: plan.blocks_needed(4, in_flight=-2), "in_flight: expected an integer >= 0, got -2"),
+        (
+            lambda plan: plan.blocks_needed(4, in_flight=-2),
+            "in_flight: expected an integer in [0, 1099511627776], got -2",
+        ),
         (lambda plan: plan.blocks_needed(4, stored="head"), "stored: expected one of all, tail, got 'head'"),
         (lambda plan: plan.capacity(4, stored="head"), "stored: expected one of all, tail, got 'head'"),
-        (lambda plan: plan.capacity(-4), "length: expected an integer >= 0, got -4"),
+        (lambda plan: plan.capacity(-4), "length: expected an integer in [0, 1099511627776], got -4"),
         (lambda plan: plan.capacity(4, None), "in_flight: expected an integer, got None"),
         (lambda plan: plan.max_length("80 gigs"), "memory: expected a number and one of the units"),
-        (lambda plan: plan.max_length(in_flight=-1), "in_flight: expected an integer >= 0, got -1"),
+        (lambda plan: plan.max_length(in_flight=-1), "in_flight: expected an integer in [0, 1099511627776], got -1"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(ask, message):

@@ -145,7 +145,7 @@ def test_unknown_fields_are_refused(plan):
         ({"lower_bound": 16}, "lower_bound: expected an integer in [98304, 98304], got 16"),
         ({"num_frames": 11}, "layer slot 65536 B/0: num_bytes: expected 11 frames x 65536 B = 720896, got 655360"),
         ({"blocks_per_frame": (1, 2, 1)}, "blocks_per_frame: expected 1 for every group in the layout 'buckets'"),
-        ({"lengths": ()}, "lengths: expected at least one number of tokens, got none"),
+        ({"lengths": ()}, "lengths: expected at least one number of tokens, got ()"),
         ({"grouping": "mine"}, "grouping: expected one of auto, uniform, equal, packed, given, got 'mine'"),
         ({"uncached": ("layers.0.attn",)}, "uncached: expected names of layers without a cache, got 'layers.0.attn'"),
         ({"aliases": {"x": "y"}}, "aliases: layer 'x': expected the name of a layer with a cache, got 'y'"),

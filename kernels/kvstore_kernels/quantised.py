@@ -178,6 +178,8 @@ def state_format(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> R
         if not isinstance(tensor, tuple | list) or len(tensor) != 3:
             raise TypeError(f"tensors: expected (name, shape, dtype), got {tensor!r}")
         name, shape, dtype = tensor[0], tuple(tensor[1]), tensor[2]
+        if not isinstance(name, str):
+            raise TypeError(f"tensors: name: expected a string, got {name!r}")
         for size in shape:
             expect_int(f"tensors: shape of {name!r}", size, 1)
         if not shape:

@@ -48,7 +48,8 @@ def read_config(config: Any) -> Fields:
     """
     if isinstance(config, str | Path):
         return _read_file(Path(config))
-    fields = config.to_dict() if hasattr(config, "to_dict") else config
+    is_object = hasattr(config, "to_dict") and not isinstance(config, type)
+    fields = config.to_dict() if is_object else config
     if not isinstance(fields, Mapping):
         raise PlanError(
             "config: expected a mapping, the path of a JSON file or folder, or a transformers config object, "
@@ -58,8 +59,9 @@ def read_config(config: Any) -> Fields:
 
 
 def _read_file(path: Path) -> Fields:
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
+        file = path / "config.json" if path.is_dir() else path
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"config: cannot read {str(file)!r}: {error.strerror}") from error
