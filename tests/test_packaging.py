@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = {
     "kvstore_kernels": {
         "checks": 0, "formats": 0, "quantised": 0, "pages": 0, "launch": 0, "pieces": 0, "reads": 0, "tiles": 0,
-        "softmax": 0, "splits": 0,
+        "softmax": 0, "splits": 0, "codec": 0,
         "write": 1, "gather": 1, "mla": 1, "gqa": 1, "merge": 1, "reference": 1,
         "ops": 2,
     },
