@@ -127,6 +127,7 @@ def build_gqa(
     target: Target,
     num_heads: int,
     window: int | None = None,
+    soft_cap: float | None = None,
     num_seqs: int = 8,
     width: int = 32,
     num_splits: int = 8,
@@ -136,18 +137,21 @@ def build_gqa(
     q = meta(num_seqs, num_heads, key.head_dim, dtype=key.dtype)
     table, row_lens = read_tensors(num_seqs, width)
     out, lse = partials(q, value.head_dim, num_splits)
-    return gqa_launch(view, table, row_lens, q, out, lse, softmax_scale=0.09, window=window, target=target)
+    return gqa_launch(
+        view, table, row_lens, q, out, lse, softmax_scale=0.09, window=window, soft_cap=soft_cap, target=target
+    )
 
 
-def merge_case(dim: int, num_splits: int) -> Case:
+def merge_case(dim: int, num_splits: int, *, sinks: bool = False) -> Case:
     """The merge of eight sequences of 16 heads into bf16."""
 
     def build(target: Target) -> Launch:
         q = meta(8, 16, dim, dtype=BF16)
         out, lse = partials(q, dim, num_splits)
-        return merge_launch(out, lse, q, meta(8, 16, dtype=FP32), target=target)
+        sink = meta(16, dtype=FP32) if sinks else None
+        return merge_launch(out, lse, q, meta(8, 16, dtype=FP32), sink, target=target)
 
-    return Case("merge", f"{num_splits} parts of {dim}", build)
+    return Case("merge", f"{num_splits} parts of {dim}{', sinks' * sinks}", build)
 
 
 def read_tensors(num_seqs: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,6 +193,7 @@ CASES = (
     mla_case("16 heads fp32", 16, 64, latent_format(576, 512, FP32)),
     gqa_case("32/8 heads of 128", 32, 16, kv_format(8, 128)),
     gqa_case("32/8 of 128, window", 32, 48, kv_format(8, 128), window=4096),
+    gqa_case("8/4 of 256, soft cap", 8, 16, kv_format(4, 256), soft_cap=50.0),
     gqa_case("64/1 of 128, packed", 64, 64, kv_format(1, 128, packed=True)),
     gqa_case("9/3 of 64 fp32", 9, 16, kv_format(3, 64, dtype=FP32)),
     gqa_case("16/2 of 80", 16, 784, kv_format(2, 80)),
@@ -197,6 +202,7 @@ CASES = (
     merge_case(512, 8),
     merge_case(128, 64),
     merge_case(80, 3),
+    merge_case(64, 1, sinks=True),
 )
 
 KERNELS = tuple(dict.fromkeys(case.kernel for case in CASES))

@@ -231,12 +231,16 @@ class KVStore:
         q: torch.Tensor,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
+        *,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one query token per sequence over the pages of a K/V layer; the layer's window is applied.
 
         Args:
             q: [n, num_heads, head_dim]; num_heads is a multiple of the layer's KV heads.
             softmax_scale: None: head_dim ** -0.5.
+            soft_cap, sinks: as of `kvstore_kernels.gqa_decode`.
 
         Returns: out [n, num_heads, head_dim_v] in q's dtype and lse [n, num_heads] fp32, natural log; a padding
             sequence gives 0 and -inf.
@@ -251,6 +255,8 @@ class KVStore:
             q,
             softmax_scale=softmax_scale,
             window=self.plan.spec(layer).window,
+            soft_cap=soft_cap,
+            sinks=sinks,
             out=out,
             backend=self._backend,
         )
@@ -262,12 +268,15 @@ class KVStore:
         q: torch.Tensor,
         softmax_scale: float,
         out: torch.Tensor | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one query token per sequence over latent rows: K is the row, V its leading value_dim columns.
 
         Args:
             q: [n, num_heads, latent_dim], the absorbed query (nope columns first).
             softmax_scale: of the model; it cannot be told from the latent row.
+            sinks: as of `kvstore_kernels.mla_decode`.
 
         Returns: out [n, num_heads, value_dim] in q's dtype and lse [n, num_heads] fp32, as `gqa_decode`.
 
@@ -280,6 +289,7 @@ class KVStore:
             batch.row_lens[group],
             q,
             softmax_scale=softmax_scale,
+            sinks=sinks,
             out=out,
             backend=self._backend,
         )

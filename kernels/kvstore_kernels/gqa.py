@@ -13,6 +13,8 @@ from kvstore_kernels.reads import (
     allocate_partials,
     expect_keys_and_values,
     expect_read,
+    expect_sinks,
+    expect_soft_cap,
     expect_window,
     part_start_and_pitch,
     read_args,
@@ -21,6 +23,7 @@ from kvstore_kernels.softmax import (
     LOG2_E,
     load_tile,
     normalise,
+    soften,
     softmax_step,
     split_tiles,
     store_tile,
@@ -62,6 +65,7 @@ def _gqa_kernel(
     offset_units: tl.int64,
     block_stride_units: tl.int64,
     softmax_scale: tl.float32,
+    soft_cap: tl.float32,
     ROWS_PER_BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -71,6 +75,7 @@ def _gqa_kernel(
     VALUE_PITCH: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SOFT_CAPPED: tl.constexpr,
     Q_UNIT: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -110,7 +115,8 @@ def _gqa_kernel(
         key_rows = memory_ptr + page + KEY_START + rows * KEY_PITCH + kv_head * KEY_DIM
         key = load_tile(key_rows[:, None] + key_columns[None, :], exists[:, None] & in_key[None, :], INTERPRETED)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
-        scores = tl.where(exists[None, :], scores * scale, float("-inf"))
+        scores = soften(scores * softmax_scale, soft_cap) * LOG2_E if SOFT_CAPPED else scores * scale
+        scores = tl.where(exists[None, :], scores, float("-inf"))
         weights, running_max, running_sum, factor = softmax_step(scores, running_max, running_sum)
         value_rows = memory_ptr + page + VALUE_START + rows * VALUE_PITCH + kv_head * VALUE_DIM
         # Masked like the scores: a weight of zero times a NaN in a row nobody wrote would be NaN.
@@ -135,6 +141,8 @@ def gqa_decode(
     *,
     softmax_scale: float | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -149,11 +157,13 @@ def gqa_decode(
         q: [num_seqs, num_heads, head_dim] of the rows' dtype; num_heads is a multiple of the KV heads.
         softmax_scale: factor on the scores; None: head_dim ** -0.5.
         window: the query, at position row_len - 1, sees positions from row_len - window on; None: all.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: as they are.
+        sinks: fp32 [num_heads], the score of one more key per head that has no value; None: none.
         out: [num_seqs, num_heads, head_dim_v] of q's dtype, contiguous; None: allocated.
         lse: fp32 [num_seqs, num_heads], contiguous; None: allocated.
         num_splits: parts the rows are split into; None: from a table of host values.
 
-    Returns: out and lse (natural logarithm); 0 and -inf for a sequence without rows.
+    Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a sequence without rows.
 
     Raises: ValueError or TypeError, before anything is written, for an argument of wrong type, shape, dtype, device or
         strides, for a format without K and V, and for window or num_splits below 1 or too large.
@@ -162,7 +172,9 @@ def gqa_decode(
     if softmax_scale is None:
         softmax_scale = key.head_dim**-0.5
     expect_window(window)
+    expect_soft_cap(soft_cap)
     expect_read(view, block_table, row_lens, q, key, value.head_dim, softmax_scale, out, lse, num_splits)
+    expect_sinks(sinks, q.shape[1], q.device)
     target = current_target(_gqa_kernel)
     if num_splits is None:
         num_rows = block_table.shape[1] * view.rows_per_block
@@ -170,7 +182,8 @@ def gqa_decode(
             q.shape[0] * key.num_heads, num_rows if window is None else min(window, num_rows), num_cores(q.device)
         )
     out, lse = allocate_outputs(q, value.head_dim, out, lse)
-    partial_out, partial_lse = allocate_partials(out, lse, num_splits)
+    merged = num_splits > 1 or sinks is not None
+    partial_out, partial_lse = allocate_partials(out, lse, num_splits, merged=merged)
     gqa_launch(
         view,
         block_table,
@@ -180,10 +193,11 @@ def gqa_decode(
         partial_lse,
         softmax_scale=softmax_scale,
         window=window,
+        soft_cap=soft_cap,
         target=target,
     ).run()
-    if num_splits > 1:
-        merge_launch(partial_out, partial_lse, out, lse, target=target).run()
+    if merged:
+        merge_launch(partial_out, partial_lse, out, lse, sinks, target=target).run()
     return out, lse
 
 
@@ -197,6 +211,7 @@ def gqa_launch(
     *,
     softmax_scale: float,
     window: int | None,
+    soft_cap: float | None = None,
     target: Target,
 ) -> Launch:
     """The launch that attends to each part of the rows, of checked arguments; the tensors may be meta tensors."""
@@ -215,6 +230,7 @@ def gqa_launch(
             "num_kv_heads": key.num_heads,
             "queries_per_kv": queries_per_kv,
             "window": window or 0,
+            "soft_cap": float(soft_cap or 1.0),
         },
         constexprs={
             **constexprs,
@@ -225,6 +241,7 @@ def gqa_launch(
             "VALUE_START": value_start,
             "VALUE_PITCH": value_pitch,
             "WINDOWED": window is not None,
+            "SOFT_CAPPED": soft_cap is not None,
             "TILE_H": tile.heads,
             "TILE_N": tile.rows,
             "TILE_KEY": padded(key.head_dim),

@@ -13,6 +13,7 @@ from kvstore_kernels.reads import (
     allocate_partials,
     expect_latent,
     expect_read,
+    expect_sinks,
     part_start_and_pitch,
     read_args,
 )
@@ -123,6 +124,7 @@ def mla_decode(
     q: torch.Tensor,
     *,
     softmax_scale: float,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -136,29 +138,32 @@ def mla_decode(
         row_lens: int32 [num_seqs], rows visible to the query.
         q: [num_seqs, num_heads, latent_dim] of the rows' dtype.
         softmax_scale: factor on the scores.
+        sinks: fp32 [num_heads], the score of one more key per head that has no value; None: none.
         out: [num_seqs, num_heads, value_dim] of q's dtype, contiguous; None: allocated.
         lse: fp32 [num_seqs, num_heads], contiguous; None: allocated.
         num_splits: parts the rows are split into; None: from a table of host values.
 
-    Returns: out and lse (natural logarithm); 0 and -inf for a sequence without rows.
+    Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a sequence without rows.
 
     Raises: ValueError or TypeError, before anything is written, for an argument of wrong type, shape, dtype, device or
         strides, for a format that is not latent, and for num_splits below 1 or too large.
     """
     latent, value_dim = expect_latent(view)
     expect_read(view, block_table, row_lens, q, latent, value_dim, softmax_scale, out, lse, num_splits)
+    expect_sinks(sinks, q.shape[1], q.device)
     target = current_target(_mla_kernel)
     if num_splits is None:
         tile = _tile(view, q.shape[1], target)
         num_programs = q.shape[0] * cdiv(q.shape[1], tile.heads)
         num_splits = choose_num_splits(num_programs, block_table.shape[1] * view.rows_per_block, num_cores(q.device))
     out, lse = allocate_outputs(q, value_dim, out, lse)
-    partial_out, partial_lse = allocate_partials(out, lse, num_splits)
+    merged = num_splits > 1 or sinks is not None
+    partial_out, partial_lse = allocate_partials(out, lse, num_splits, merged=merged)
     mla_launch(
         view, block_table, row_lens, q, partial_out, partial_lse, softmax_scale=softmax_scale, target=target
     ).run()
-    if num_splits > 1:
-        merge_launch(partial_out, partial_lse, out, lse, target=target).run()
+    if merged:
+        merge_launch(partial_out, partial_lse, out, lse, sinks, target=target).run()
     return out, lse
 
 

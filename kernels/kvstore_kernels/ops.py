@@ -74,6 +74,8 @@ def gqa_decode(
     *,
     softmax_scale: float | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -88,12 +90,14 @@ def gqa_decode(
         q: [num_seqs, num_heads, head_dim] in the rows' dtype; num_heads is a multiple of the KV heads.
         softmax_scale: None: head_dim ** -0.5.
         window: the query at position row_len - 1 sees positions >= row_len - window; block i is in column i % width.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap).
+        sinks: fp32 [num_heads], the score of one more key per head that has no value: e^sink joins the denominator.
         out, lse: tensors to write to.
         num_splits: parts the keys are split into, merged afterwards; None: from a table of host values.
         backend: as `write_rows`.
 
-    Returns: out [num_seqs, num_heads, head_dim_v] in q's dtype; lse [num_seqs, num_heads] fp32, natural logarithm.
-        A sequence without rows gives 0 and -inf.
+    Returns: out [num_seqs, num_heads, head_dim_v] in q's dtype; lse [num_seqs, num_heads] fp32, natural logarithm,
+        of the rows without the sink. A sequence without rows gives 0 and -inf.
 
     Raises: as `write_rows`.
     """
@@ -104,6 +108,8 @@ def gqa_decode(
         q,
         softmax_scale=softmax_scale,
         window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
         out=out,
         lse=lse,
         num_splits=num_splits,
@@ -118,6 +124,7 @@ def mla_decode(
     q: torch.Tensor,
     *,
     softmax_scale: float,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -129,14 +136,22 @@ def mla_decode(
         view: pages of a format with a `value_dim`.
         q: [num_seqs, num_heads, latent_dim] in the rows' dtype, the absorbed query, nope columns first.
         softmax_scale: of the model; it cannot be told from the latent row.
-        block_table, row_lens, out, lse, num_splits, backend: as `gqa_decode`.
+        block_table, row_lens, sinks, out, lse, num_splits, backend: as `gqa_decode`.
 
     Returns: out [num_seqs, num_heads, value_dim] and lse, as `gqa_decode`.
 
     Raises: as `write_rows`.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _module(backend, view, mla).mla_decode(
-        view, block_table, row_lens, q, softmax_scale=softmax_scale, out=out, lse=lse, num_splits=num_splits
+        view,
+        block_table,
+        row_lens,
+        q,
+        softmax_scale=softmax_scale,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        num_splits=num_splits,
     )
     return result
 
@@ -147,6 +162,7 @@ def merge_partials(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     *,
+    sinks: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges attention over disjoint sets of keys into attention over all of them.
@@ -156,6 +172,7 @@ def merge_partials(
         partial_lse: fp32 [num_seqs, num_heads, num_splits], natural logarithm; -inf (or +inf) marks an empty part,
             whose output is not read.
         out, lse: tensors to write to.
+        sinks: fp32 [num_heads], the score of one more key per head that has no value; it is not in the LSE.
         backend: as `write_rows`.
 
     Returns: out [num_seqs, num_heads, dim] and lse [num_seqs, num_heads] fp32; 0 and -inf where all parts are empty.
@@ -164,7 +181,7 @@ def merge_partials(
     """
     expect_shape("partial_out", partial_out, (None, None, None, None))
     chosen = reference if resolve_backend(backend, partial_out.device) == "reference" else merge
-    result: tuple[torch.Tensor, torch.Tensor] = chosen.merge_partials(partial_out, partial_lse, out, lse)
+    result: tuple[torch.Tensor, torch.Tensor] = chosen.merge_partials(partial_out, partial_lse, out, lse, sinks=sinks)
     return result
 
 

@@ -57,6 +57,22 @@ def expect_window(window: int | None) -> None:
         expect_int("window", window, 1, MAX_INT32)
 
 
+def expect_sinks(sinks: torch.Tensor | None, num_heads: int, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless `sinks` is None or contiguous fp32 [num_heads] on the device."""
+    if sinks is not None:
+        expect_output("sinks", sinks, (num_heads,), torch.float32, device)
+
+
+def expect_soft_cap(soft_cap: object) -> None:
+    """Raises TypeError or ValueError unless `soft_cap` is None or a positive finite number."""
+    if soft_cap is None:
+        return
+    if isinstance(soft_cap, bool) or not isinstance(soft_cap, float | int | numbers.Real):
+        raise TypeError(f"soft_cap: expected a number or None, got {soft_cap!r}")
+    if not 0 < soft_cap <= MAX_FP32:  # type: ignore[operator]
+        raise ValueError(f"soft_cap: expected a positive finite fp32 number, got {soft_cap!r}")
+
+
 def expect_read(
     view: PageView,
     block_table: torch.Tensor,
@@ -176,9 +192,11 @@ def allocate_outputs(
     )
 
 
-def allocate_partials(out: torch.Tensor, lse: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each part's result goes: an axis of splits in front of the last; a single part is the result itself."""
-    if num_splits == 1:
+def allocate_partials(
+    out: torch.Tensor, lse: torch.Tensor, num_splits: int, *, merged: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each part's result goes: an axis of splits in front of the last; unmerged, one part is the result."""
+    if not merged:
         return out.unsqueeze(2), lse.unsqueeze(2)
     num_seqs, num_heads, value_dim = out.shape
     partial_out = torch.empty((num_seqs, num_heads, num_splits, value_dim), dtype=torch.float32, device=out.device)

@@ -101,6 +101,20 @@ def softmax_step(scores, running_max, running_sum):
 
 
 @triton.jit
+def keep_of_sink(lse, sink):
+    """What a sink leaves of the output: e^lse / (e^lse + e^sink), 0 for a query that has seen no key."""
+    share = 1.0 / (1.0 + tl.exp2((sink - lse) * LOG2_E))
+    return tl.where(lse == float("-inf"), 0.0, share)
+
+
+@triton.jit
+def soften(scores, soft_cap):
+    """soft_cap * tanh(scores / soft_cap), through a power of two that may overflow without harm."""
+    power = tl.exp2(scores * (2.0 / soft_cap) * LOG2_E)
+    return soft_cap * (1.0 - 2.0 / (power + 1.0))
+
+
+@triton.jit
 def normalise(weighted_sum, running_max, running_sum):
     """Output and natural LSE of a finished online softmax; (0, -inf) for a query that has seen no key."""
     empty = running_sum == 0.0

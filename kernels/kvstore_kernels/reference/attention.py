@@ -21,6 +21,8 @@ from kvstore_kernels.reads import (
     expect_latent,
     expect_partials,
     expect_read,
+    expect_sinks,
+    expect_soft_cap,
     expect_window,
 )
 
@@ -36,6 +38,8 @@ def gqa_decode(
     *,
     softmax_scale: float | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -48,10 +52,12 @@ def gqa_decode(
     if softmax_scale is None:
         softmax_scale = key.head_dim**-0.5
     expect_window(window)
+    expect_soft_cap(soft_cap)
     expect_read(view, block_table, row_lens, q, key, value.head_dim, softmax_scale, out, lse, num_splits)
+    expect_sinks(sinks, q.shape[1], q.device)
     grouped = (key.num_heads, q.shape[1] // key.num_heads)
     reader = _RowReader(view, block_table, row_lens, window)
-    return _attend(reader, q, grouped, softmax_scale, value.head_dim, out, lse)
+    return _with_sinks(_attend(reader, q, grouped, softmax_scale, value.head_dim, out, lse, soft_cap), sinks)
 
 
 def mla_decode(
@@ -61,6 +67,7 @@ def mla_decode(
     q: torch.Tensor,
     *,
     softmax_scale: float,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -71,8 +78,9 @@ def mla_decode(
     """
     latent, value_dim = expect_latent(view)
     expect_read(view, block_table, row_lens, q, latent, value_dim, softmax_scale, out, lse, num_splits)
+    expect_sinks(sinks, q.shape[1], q.device)
     reader = _RowReader(view, block_table, row_lens, None)
-    return _attend(reader, q, (1, q.shape[1]), softmax_scale, value_dim, out, lse)
+    return _with_sinks(_attend(reader, q, (1, q.shape[1]), softmax_scale, value_dim, out, lse), sinks)
 
 
 def merge_partials(
@@ -80,9 +88,12 @@ def merge_partials(
     partial_lse: torch.Tensor,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges attention over disjoint sets of keys; arguments, results and errors as the Triton launcher."""
     expect_partials(partial_out, partial_lse, out, lse)
+    expect_sinks(sinks, partial_out.shape[1], partial_out.device)
     partial_out, partial_lse = partial_out.detach(), partial_lse.detach()
     out, lse = allocate_outputs(partial_out[:, :, 0], partial_out.shape[3], out, lse)
     scores = torch.where(partial_lse == math.inf, -math.inf, partial_lse)
@@ -91,9 +102,26 @@ def merge_partials(
     total = weights.sum(2)
     # Selected, not multiplied away: what an empty part holds may be NaN.
     parts = torch.where(weights > 0, partial_out, 0.0)
-    out.detach().copy_((weights * parts).sum(2) / torch.where(total == 0, 1.0, total))
+    merged = (weights * parts).sum(2) / torch.where(total == 0, 1.0, total)
     lse.detach().copy_((highest + total.log()).squeeze(2))
+    out.detach().copy_(merged if sinks is None else merged * _keep_of_sinks(lse, sinks))
     return out, lse
+
+
+def _with_sinks(
+    result: tuple[torch.Tensor, torch.Tensor], sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with one more key per head, without a value, in the denominator."""
+    out, lse = result
+    if sinks is not None:
+        out.detach().copy_(out.detach().float() * _keep_of_sinks(lse, sinks))
+    return out, lse
+
+
+def _keep_of_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """e^lse / (e^lse + e^sink), fp32 [num_seqs, num_heads, 1]; 0 for a query that has seen no key."""
+    share = torch.sigmoid(lse.detach() - sinks.detach())
+    return torch.where(lse.detach() == -math.inf, 0.0, share).unsqueeze(2)
 
 
 class _RowReader:
@@ -208,12 +236,15 @@ def _attend(
     value_dim: int,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped`: the heads as (heads of the rows, query heads for each of them)."""
     num_seqs, num_heads, head_dim = q.shape
     queries = q.detach().contiguous().view(num_seqs, *grouped, head_dim)
     scale = float(softmax_scale)
-    results = [_attend_rows(queries[first:last], rows, scale, value_dim) for first, last, rows in reader.read()]
+    results = [
+        _attend_rows(queries[first:last], rows, scale, value_dim, soft_cap) for first, last, rows in reader.read()
+    ]
     if out is None and lse is None and len(results) == 1:
         return results[0][0].reshape(num_seqs, num_heads, value_dim), results[0][1].reshape(num_seqs, num_heads)
     out, lse = allocate_outputs(q, value_dim, out, lse)
@@ -228,12 +259,13 @@ def _attend_rows(
     parts: list[torch.Tensor],  # K, and V unless it is the leading columns of K; [num_seqs, heads, num_rows, dim]
     softmax_scale: float,
     value_dim: int,
+    soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of the rows' dtype and fp32 LSE; scores, sums and LSE are fp32 whatever the rows are."""
     if parts[0].shape[2] == 0:
         return q.new_zeros((*q.shape[:3], value_dim)), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
     keys, values = parts[0], parts[-1]
-    if keys.shape[3] == values.shape[3]:
+    if keys.shape[3] == values.shape[3] and soft_cap is None:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, scale=softmax_scale)
         if not lse.all():
             # Where every score is NaN or -inf, it gives 0 and 0.0. An LSE of 0.0 that is right is computed twice.
@@ -241,13 +273,15 @@ def _attend_rows(
             is_zero = lse == 0
             out, lse = torch.where(is_zero.unsqueeze(3), again[0], out), torch.where(is_zero, again[1], lse)
         return out[..., :value_dim], lse
-    return _attend_in_steps(q, keys, values, softmax_scale)
+    return _attend_in_steps(q, keys, values, softmax_scale, soft_cap)
 
 
 def _attend_in_steps(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float, soft_cap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = torch.matmul(q.float(), keys.float().mT) * softmax_scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     lse = torch.logsumexp(scores, 3)
     # Clamped, because -inf - -inf is NaN: a query whose scores are all -inf has weights of 0.
     weights = torch.exp(scores - lse.clamp(min=-MAX_FP32).unsqueeze(3))
