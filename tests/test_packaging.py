@@ -18,8 +18,10 @@ LEVELS = {
     "kvstore_kernels": {
         "checks": 0, "formats": 0, "quantised": 0, "pages": 0, "launch": 0, "pieces": 0, "reads": 0, "tiles": 0,
         "softmax": 0, "splits": 0, "codec": 0,
+        "quant_reads": 0, "quant_tiles": 0, "quant_gather": 1,
         "write": 1, "gather": 1, "mla": 1, "gqa": 1, "merge": 1, "reference": 1,
-        "ops": 2,
+        "copy": 1, "fill": 1, "pack": 1, "slots": 1,
+        "library": 2, "ops": 2, "block_ops": 2,
     },
     "kvstore": {
         "errors": 0, "memory": 0, "frames": 0,

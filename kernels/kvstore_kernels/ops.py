@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kvstore_kernels import gather, gqa, merge, mla, reference, write
+from kvstore_kernels import gather, gqa, library, merge, mla, reference, write
 from kvstore_kernels.checks import expect_shape
 from kvstore_kernels.launch import resolve_backend
 from kvstore_kernels.pages import PageView
@@ -23,6 +23,9 @@ def write_rows(view: PageView, slot_mapping: torch.Tensor, *parts: torch.Tensor,
 
     Raises: ValueError / TypeError that name the argument, what was expected and what came.
     """
+    if torch.compiler.is_compiling():
+        _OPS.write_rows(view.memory, slot_mapping, parts, view.handle, resolve_backend(backend, view.device))
+        return
     _module(backend, view, write).write_rows(view, slot_mapping, *parts)
 
 
@@ -54,6 +57,13 @@ def gather_rows(
 
     Raises: as `write_rows`.
     """
+    if torch.compiler.is_compiling():
+        parts = view.format.parts
+        made = tuple(view.memory.new_empty((num_rows, p.num_heads, p.head_dim), dtype=p.dtype) for p in parts)
+        results = made if out is None else out
+        chosen = resolve_backend(backend, view.device)
+        _OPS.gather_rows(view.memory, block_table, cu_row_lens, start, num_rows, wraps, results, view.handle, chosen)
+        return results
     result: tuple[torch.Tensor, ...] = _module(backend, view, gather).gather_rows(
         view,
         block_table,
@@ -101,6 +111,15 @@ def gqa_decode(
 
     Raises: as `write_rows`.
     """
+    if torch.compiler.is_compiling():
+        key, value = view.format.parts
+        scale = key.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        out, lse = _outputs(q, value.head_dim, out, lse)
+        _OPS.gqa_decode(
+            *(view.memory, block_table, row_lens, q, scale, window, soft_cap, sinks, out, lse, num_splits),
+            *(view.handle, resolve_backend(backend, view.device)),
+        )
+        return out, lse
     result: tuple[torch.Tensor, torch.Tensor] = _module(backend, view, gqa).gqa_decode(
         view,
         block_table,
@@ -142,6 +161,14 @@ def mla_decode(
 
     Raises: as `write_rows`.
     """
+    if torch.compiler.is_compiling():
+        assert view.format.value_dim is not None
+        out, lse = _outputs(q, view.format.value_dim, out, lse)
+        _OPS.mla_decode(
+            *(view.memory, block_table, row_lens, q, softmax_scale, sinks, out, lse, num_splits),
+            *(view.handle, resolve_backend(backend, view.device)),
+        )
+        return out, lse
     result: tuple[torch.Tensor, torch.Tensor] = _module(backend, view, mla).mla_decode(
         view,
         block_table,
@@ -179,10 +206,27 @@ def merge_partials(
 
     Raises: as `write_rows`.
     """
+    if torch.compiler.is_compiling():
+        out, lse = _outputs(partial_out[:, :, 0], partial_out.shape[3], out, lse)
+        _OPS.merge_partials(partial_out, partial_lse, sinks, out, lse, resolve_backend(backend, partial_out.device))
+        return out, lse
     expect_shape("partial_out", partial_out, (None, None, None, None))
     chosen = reference if resolve_backend(backend, partial_out.device) == "reference" else merge
     result: tuple[torch.Tensor, torch.Tensor] = chosen.merge_partials(partial_out, partial_lse, out, lse, sinks=sinks)
     return result
+
+
+_OPS = getattr(torch.ops, library.NAMESPACE)
+"""The same ops as torch's compiler knows them; called directly, they would only cost a dispatch more."""
+
+
+def _outputs(
+    q: torch.Tensor, value_dim: int, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        q.new_empty((*q.shape[:2], value_dim)) if out is None else out,
+        q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse,
+    )
 
 
 def _module(backend: str | None, view: PageView, triton_module: Any) -> Any:

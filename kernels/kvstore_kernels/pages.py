@@ -1,21 +1,35 @@
 """PageView: where the pages of one layer lie in a slot tensor."""
 
 from dataclasses import dataclass, field
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 
 from kvstore_kernels.checks import expect_dtype, expect_int, expect_shape
 from kvstore_kernels.formats import ALIGNMENT_BYTES, RowFormat
 
+_handles = count(1)
+_views: "WeakValueDictionary[int, PageView]" = WeakValueDictionary()
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+def view_of_handle(handle: int) -> "PageView":
+    """The view with that handle. Raises: ValueError when there is none any more."""
+    try:
+        return _views[handle]
+    except KeyError:
+        raise ValueError(f"view: expected the handle of a PageView that is alive, got {handle}") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageView:
     """The pages of one layer: `memory` and the four numbers of the address rule.
 
         address = memory + offset_bytes + block_id * block_stride_bytes + row_in_block * row_pitch
 
     `memory` is a flat uint8 tensor, usually a slot tensor that layers of other groups share. The stride may be any
-    multiple of 16 bytes that is not below the page, also one that is no multiple of a row.
+    multiple of 16 bytes that is not below the page, also one that is no multiple of a row. `handle` is the number by
+    which torch's ops, whose arguments are tensors and numbers, find the view again.
 
     Raises: ValueError / TypeError when the memory is no 16-byte aligned flat uint8 tensor, a number is negative or no
     multiple of 16, the stride is smaller than a page, a part of the page starts at no multiple of its element, or the
@@ -28,6 +42,7 @@ class PageView:
     num_blocks: int
     rows_per_block: int
     format: RowFormat
+    handle: int = field(init=False, repr=False)
     _tensors: dict[str, torch.Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +73,8 @@ class PageView:
                 f"num_blocks: the last of {self.num_blocks} pages ends at byte {end}, "
                 f"expected it inside the memory of {self.memory.numel()} bytes"
             )
+        object.__setattr__(self, "handle", next(_handles))
+        _views[self.handle] = self
         object.__setattr__(self, "_tensors", {part.name: self._strided(part.name) for part in self.format.parts})
 
     @property
