@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.weights
 
-.PHONY: demo test lint check bench clean
+.PHONY: demo test lint check bench aot-all clean
 
 demo: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/kvstore demo
@@ -25,6 +25,10 @@ bench: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/python -m benchmarks planner
 	$(BIN)/python -m benchmarks aot
 	$(BIN)/python -m benchmarks engine
+
+# Not part of CI: about 2 GB of compilers and 10 minutes.
+aot-all: $(STAMP)
+	$(BIN)/python -m benchmarks aot-all
 
 $(VENV)/bin/python:
 	@echo "== creating $(VENV) with $$($(PYTHON) --version)"

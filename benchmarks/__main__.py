@@ -6,6 +6,7 @@ from pathlib import Path
 
 BENCHMARKS = {
     "aot": ("benchmarks.aot", "compile every kernel for five chips: registers, spills, access widths, gates"),
+    "aot-all": ("benchmarks.aot_all", "the same under Triton 3.6, 3.7 and 3.9, installed apart (about 2 GB)"),
     "engine": ("benchmarks.engine", "the demo's engine against transformers' generate, on a CPU"),
     "planner": (
         "benchmarks.planner",
