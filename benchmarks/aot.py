@@ -15,8 +15,8 @@ from multiprocessing import get_context
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.aot_cases import CASES, KERNELS, variant_families
 from benchmarks.aot_compile import CHIPS, compile_launch, count_variants
+from benchmarks.aot_registry import CASES, KERNELS, variant_families
 from benchmarks.aot_report import Measure, Result, measure, print_tables
 from kvstore_kernels.launch import INTERPRETED
 

@@ -205,8 +205,6 @@ CASES = (
     merge_case(64, 1, sinks=True),
 )
 
-KERNELS = tuple(dict.fromkeys(case.kernel for case in CASES))
-
 
 def variant_families(target: Target) -> dict[str, list[Launch]]:
     """Launches that differ in strides and sizes only: each family must be one compiled kernel."""

@@ -1,0 +1,13 @@
+"""Everything that is compiled ahead of time: the cases of every kernel, and the families that must be one variant."""
+
+from benchmarks import aot_blocks, aot_cases
+from kvstore_kernels.launch import Launch, Target
+
+CASES = (*aot_cases.CASES, *aot_blocks.block_cases())
+
+KERNELS = tuple(dict.fromkeys(case.kernel for case in CASES))
+
+
+def variant_families(target: Target) -> dict[str, list[Launch]]:
+    """Launches that differ in strides and sizes only: each family must be one compiled kernel."""
+    return aot_cases.variant_families(target) | aot_blocks.block_families(target)
