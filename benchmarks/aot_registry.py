@@ -1,13 +1,14 @@
 """Everything that is compiled ahead of time: the cases of every kernel, and the families that must be one variant."""
 
-from benchmarks import aot_blocks, aot_cases
+from benchmarks import aot_blocks, aot_cases, aot_sparse
 from kvstore_kernels.launch import Launch, Target
 
-CASES = (*aot_cases.CASES, *aot_blocks.block_cases())
+CASES = (*aot_cases.CASES, *aot_blocks.block_cases(), *aot_sparse.sparse_cases())
 
 KERNELS = tuple(dict.fromkeys(case.kernel for case in CASES))
 
 
 def variant_families(target: Target) -> dict[str, list[Launch]]:
     """Launches that differ in strides and sizes only: each family must be one compiled kernel."""
-    return aot_cases.variant_families(target) | aot_blocks.block_families(target)
+    families = (aot_cases.variant_families, aot_blocks.block_families, aot_sparse.sparse_families)
+    return {kernel: launches for family in families for kernel, launches in family(target).items()}

@@ -6,7 +6,16 @@ import shutil
 import pytest
 import torch
 
-from kvstore_kernels import gather_rows, gqa_decode, kv_format, latent_format, merge_partials, mla_decode, write_rows
+from kvstore_kernels import (
+    gather_rows,
+    gqa_decode,
+    kv_format,
+    latent_format,
+    merge_partials,
+    mla_decode,
+    sparse_mla_decode,
+    write_rows,
+)
 from kvstore_kernels.library import SCHEMAS
 from kvstore_kernels.pages import view_of_handle
 from tests.cases import BACKENDS, make_view
@@ -67,6 +76,22 @@ def test_latent_rows_and_merges(backend):
         write_rows(view, slots, rows, backend=backend)
         out, lse = mla_decode(view, table, lens, q, softmax_scale=0.1, sinks=sinks, backend=backend)
         return merge_partials(out[:, :, None].contiguous(), lse[:, :, None].contiguous(), backend=backend)
+
+    eager = step()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(compiled, eager, strict=True))
+
+
+def test_listed_rows_of_two_caches(backend):
+    views = [make_view(latent_format(64, 64, torch.float32), 16, 4, fill=0, seed=seed) for seed in (1, 2)]
+    rows = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(2))
+    q, slots = torch.ones(1, 2, 64), torch.tensor([16, 17, 18])
+
+    def step():
+        for view in views:
+            write_rows(view, slots, rows, backend=backend)
+        second = (views[1], slots[None, :1])
+        return sparse_mla_decode(views[0], slots[None], q, softmax_scale=0.1, second=second, backend=backend)
 
     eager = step()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)()

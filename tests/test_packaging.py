@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 LEVELS = {
     "kvstore_kernels": {
         "checks": 0, "formats": 0, "quantised": 0, "pages": 0, "launch": 0, "pieces": 0, "reads": 0, "tiles": 0,
-        "softmax": 0, "splits": 0, "codec": 0,
+        "softmax": 0, "splits": 0, "codec": 0, "sparse_checks": 0,
         "quant_reads": 0, "quant_tiles": 0, "quant_gather": 1,
         "quant_rules": 0, "quant_codes": 0, "quant_write": 1,
         "write": 1, "gather": 1, "mla": 1, "gqa": 1, "merge": 1, "reference": 1,
-        "copy": 1, "fill": 1, "pack": 1, "slots": 1,
+        "copy": 1, "fill": 1, "pack": 1, "slots": 1, "sparse": 1,
         "library": 2, "ops": 2, "block_ops": 2,
     },
     "kvstore": {
@@ -105,7 +105,7 @@ def test_kernels_know_nothing_of_the_store() -> None:
 
 
 def test_no_kernel_imports_the_reference() -> None:
-    kernels = "write gather mla gqa merge copy fill pack slots"
+    kernels = "write gather mla gqa merge copy fill pack slots sparse"
     for module in kernels.split():
         assert "reference" not in import_graph("kvstore_kernels")[module]
 
@@ -142,7 +142,7 @@ PUBLIC = {
     kvstore_kernels: """BACKENDS FORMATS LayerTable PageView Quantised RowFormat RowPart bytes_format
         compute_slot_mapping copy_blocks dsv4_format fill_blocks fp8_ds_mla_format gather_rows
         gqa_decode indexer_format kv_format latent_format layer_table merge_partials mla_decode
-        mxfp8_latent_format nvfp4_ds_mla_format nvfp4_latent_format pack_blocks resolve_backend
+        mxfp8_latent_format nvfp4_ds_mla_format nvfp4_latent_format pack_blocks resolve_backend sparse_mla_decode
         state_format token_head_format unpack_blocks write_rows""",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvstore_kernels import gather, gqa, merge, mla, reference, write
+from kvstore_kernels import gather, gqa, merge, mla, reference, sparse, write
 from kvstore_kernels.pages import PageView, view_of_handle
 
 NAMESPACE = "kvstore_kernels"
@@ -25,6 +25,8 @@ SCHEMAS = {
     "bool wraps, Tensor(a!)[] out, int view, str backend) -> ()",
     "gqa_decode": f"({_READ}, int? window, float? soft_cap, {_OUT}) -> ()",
     "mla_decode": f"({_READ}, {_OUT}) -> ()",
+    "sparse_mla_decode": "(Tensor memory, Tensor slots, Tensor q, float softmax_scale, Tensor? second_memory, "
+    f"Tensor? second_slots, {_OUT}, int second_view) -> ()",
     "merge_partials": "(Tensor partial_out, Tensor partial_lse, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, "
     "str backend) -> ()",
 }
@@ -119,6 +121,37 @@ def _mla_decode(
     )
 
 
+def _sparse_mla_decode(
+    memory: torch.Tensor,
+    slots: torch.Tensor,
+    q: torch.Tensor,
+    softmax_scale: float,
+    second_memory: torch.Tensor | None,
+    second_slots: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    num_splits: int | None,
+    view: int,
+    backend: str,
+    second_view: int,
+) -> None:
+    second = None
+    if second_memory is not None and second_slots is not None:
+        second = (_view(second_memory, second_view), second_slots)
+    _module(backend, sparse).sparse_mla_decode(
+        _view(memory, view),
+        slots,
+        q,
+        softmax_scale=softmax_scale,
+        second=second,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        num_splits=num_splits,
+    )
+
+
 def _merge_partials(
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -139,6 +172,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
     "gather_rows": _gather_rows,
     "gqa_decode": _gqa_decode,
     "mla_decode": _mla_decode,
+    "sparse_mla_decode": _sparse_mla_decode,
     "merge_partials": _merge_partials,
 }
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kvstore_kernels import gather, gqa, library, merge, mla, reference, write
+from kvstore_kernels import gather, gqa, library, merge, mla, reference, sparse, write
 from kvstore_kernels.checks import expect_shape
 from kvstore_kernels.launch import resolve_backend
 from kvstore_kernels.pages import PageView
@@ -175,6 +175,58 @@ def mla_decode(
         row_lens,
         q,
         softmax_scale=softmax_scale,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        num_splits=num_splits,
+    )
+    return result
+
+
+def sparse_mla_decode(
+    view: PageView,
+    slots: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    softmax_scale: float,
+    second: tuple[PageView, torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token per sequence over the latent rows that a list of slots names (top-k).
+
+    Args:
+        view: pages of a format with a `value_dim`.
+        slots: int32 or int64 [num_seqs, num_listed], block_id * rows_per_block + row_in_block. A slot below 0 or past
+            the last is skipped; one listed twice counts twice.
+        q: [num_seqs, num_heads, latent_dim] in the rows' dtype.
+        second: another cache with rows of the same kind, and its slots: both lists are attended to as one.
+        softmax_scale, sinks, out, lse, num_splits, backend: as `mla_decode`; each list is split into `num_splits`.
+
+    Returns: out [num_seqs, num_heads, value_dim] and lse, as `mla_decode`.
+
+    Raises: as `write_rows`.
+    """
+    if torch.compiler.is_compiling():
+        assert view.format.value_dim is not None
+        out, lse = _outputs(q, view.format.value_dim, out, lse)
+        other, other_slots, handle = (
+            (None, None, 0) if second is None else (second[0].memory, second[1], second[0].handle)
+        )
+        _OPS.sparse_mla_decode(
+            *(view.memory, slots, q, softmax_scale, other, other_slots, sinks, out, lse, num_splits),
+            *(view.handle, resolve_backend(backend, view.device), handle),
+        )
+        return out, lse
+    result: tuple[torch.Tensor, torch.Tensor] = _module(backend, view, sparse).sparse_mla_decode(
+        view,
+        slots,
+        q,
+        softmax_scale=softmax_scale,
+        second=second,
         sinks=sinks,
         out=out,
         lse=lse,

@@ -63,6 +63,14 @@ def expect_sinks(sinks: torch.Tensor | None, num_heads: int, device: torch.devic
         expect_output("sinks", sinks, (num_heads,), torch.float32, device)
 
 
+def expect_softmax_scale(softmax_scale: object) -> None:
+    """Raises TypeError or ValueError unless the scale is a finite number."""
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, float | int | numbers.Real):
+        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
+    if not _fits_fp32(softmax_scale):
+        raise ValueError(f"softmax_scale: expected a finite fp32 number, got {softmax_scale!r}")
+
+
 def expect_soft_cap(soft_cap: object) -> None:
     """Raises TypeError or ValueError unless `soft_cap` is None or a positive finite number."""
     if soft_cap is None:
@@ -100,10 +108,7 @@ def expect_read(
     expect_shape("row_lens", row_lens, (num_seqs,))
     expect_dtype("row_lens", row_lens, torch.int32)
     _expect_contiguous("row_lens", row_lens)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, float | int | numbers.Real):
-        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
-    if not _fits_fp32(softmax_scale):
-        raise ValueError(f"softmax_scale: expected a finite fp32 number, got {softmax_scale!r}")
+    expect_softmax_scale(softmax_scale)
     if num_splits is not None:
         expect_int("num_splits", num_splits, 1, MAX_GRID)
     for name, tensor in (("q", q), ("block_table", block_table), ("row_lens", row_lens)):

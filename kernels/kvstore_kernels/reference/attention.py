@@ -57,7 +57,7 @@ def gqa_decode(
     expect_sinks(sinks, q.shape[1], q.device)
     grouped = (key.num_heads, q.shape[1] // key.num_heads)
     reader = _RowReader(view, block_table, row_lens, window)
-    return _with_sinks(_attend(reader, q, grouped, softmax_scale, value.head_dim, out, lse, soft_cap), sinks)
+    return with_sinks(_attend(reader, q, grouped, softmax_scale, value.head_dim, out, lse, soft_cap), sinks)
 
 
 def mla_decode(
@@ -80,7 +80,7 @@ def mla_decode(
     expect_read(view, block_table, row_lens, q, latent, value_dim, softmax_scale, out, lse, num_splits)
     expect_sinks(sinks, q.shape[1], q.device)
     reader = _RowReader(view, block_table, row_lens, None)
-    return _with_sinks(_attend(reader, q, (1, q.shape[1]), softmax_scale, value_dim, out, lse), sinks)
+    return with_sinks(_attend(reader, q, (1, q.shape[1]), softmax_scale, value_dim, out, lse), sinks)
 
 
 def merge_partials(
@@ -108,7 +108,7 @@ def merge_partials(
     return out, lse
 
 
-def _with_sinks(
+def with_sinks(
     result: tuple[torch.Tensor, torch.Tensor], sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same with one more key per head, without a value, in the denominator."""
