@@ -98,6 +98,21 @@ def test_listed_rows_of_two_caches(backend):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(compiled, eager, strict=True))
 
 
+def test_quantised_rows(backend):
+    view = make_view(kv_format(2, 64, dtype=torch.float8_e4m3fn), 16, 4, fill=0)
+    rows, slots = torch.randn(2, 3, 2, 64, generator=torch.Generator().manual_seed(3)), torch.tensor([16, 5, -1])
+
+    def step(scale):
+        write_rows(view, slots, rows[0], rows[1], row_scales=(0.5, scale), backend=backend)
+
+    step(torch.tensor([0.25]))
+    written = view.memory.clone()
+    view.memory.zero_()
+    torch.compile(step, backend="aot_eager", fullgraph=True)(torch.tensor([0.25]))
+    assert written.any()
+    assert torch.equal(view.memory, written)
+
+
 def test_another_view_is_not_mistaken_for_the_first():
     step = torch.compile(kv_step, backend="aot_eager", fullgraph=True)
     for _ in range(3):

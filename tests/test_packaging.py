@@ -105,7 +105,7 @@ def test_kernels_know_nothing_of_the_store() -> None:
 
 
 def test_no_kernel_imports_the_reference() -> None:
-    kernels = "write gather mla gqa merge copy fill pack slots sparse"
+    kernels = "write gather mla gqa merge copy fill pack slots sparse quant_write"
     for module in kernels.split():
         assert "reference" not in import_graph("kvstore_kernels")[module]
 

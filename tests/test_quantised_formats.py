@@ -104,7 +104,7 @@ class TestEveryFormat:
 
     @pytest.mark.parametrize("name", NOT_MOVED)
     @pytest.mark.parametrize("backend", ["triton", "reference"])
-    def test_no_kernel_takes_quantised_or_opaque_rows(self, name, backend):
+    def test_no_other_kernel_takes_quantised_rows_and_none_opaque_ones(self, name, backend):
         row_format = ALL[name]
         view = make_view(row_format, rows_per_block=4)
         rows = [torch.zeros(1, part.num_heads, part.head_dim, dtype=part.dtype) for part in row_format.parts]
@@ -117,7 +117,7 @@ class TestEveryFormat:
             lambda: gqa_decode(view, table, lens, q, backend=backend),
         )
         before = view.memory.clone()
-        for call in calls:
+        for call in calls[1 if row_format.quantised else 0 :]:
             with pytest.raises(ValueError, match=f"view: expected .*'{row_format.name}'"):
                 call()
         assert torch.equal(view.memory, before)

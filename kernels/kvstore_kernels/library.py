@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvstore_kernels import gather, gqa, merge, mla, reference, sparse, write
+from kvstore_kernels import gather, gqa, merge, mla, quant_write, reference, sparse, write
 from kvstore_kernels.pages import PageView, view_of_handle
 
 NAMESPACE = "kvstore_kernels"
@@ -20,7 +20,8 @@ _READ = "Tensor memory, Tensor block_table, Tensor row_lens, Tensor q, float sof
 _OUT = "Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, int? num_splits, int view, str backend"
 
 SCHEMAS = {
-    "write_rows": "(Tensor(a!) memory, Tensor slot_mapping, Tensor[] parts, int view, str backend) -> ()",
+    "write_rows": "(Tensor(a!) memory, Tensor slot_mapping, Tensor[] parts, Tensor[] row_scales, "
+    "int view, str backend) -> ()",
     "gather_rows": "(Tensor memory, Tensor block_table, Tensor cu_row_lens, Tensor? start, SymInt num_rows, "
     "bool wraps, Tensor(a!)[] out, int view, str backend) -> ()",
     "gqa_decode": f"({_READ}, int? window, float? soft_cap, {_OUT}) -> ()",
@@ -44,9 +45,19 @@ def _module(backend: str, module: Any) -> Any:
 
 
 def _write_rows(
-    memory: torch.Tensor, slot_mapping: torch.Tensor, parts: list[torch.Tensor], view: int, backend: str
+    memory: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    parts: list[torch.Tensor],
+    row_scales: list[torch.Tensor],
+    view: int,
+    backend: str,
 ) -> None:
-    _module(backend, write).write_rows(_view(memory, view), slot_mapping, *parts)
+    pages = _view(memory, view)
+    if pages.format.quantised:
+        writer = _module(backend, quant_write)
+        writer.write_quantised(pages, slot_mapping, *parts, row_scales=tuple(row_scales) or None)
+    else:
+        _module(backend, write).write_rows(pages, slot_mapping, *parts)
 
 
 def _gather_rows(

@@ -1,32 +1,50 @@
 """The public ops: each picks its backend, Triton or the torch reference, and calls it. Both have one signature."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvstore_kernels import gather, gqa, library, merge, mla, reference, sparse, write
+from kvstore_kernels import gather, gqa, library, merge, mla, quant_write, reference, sparse, write
 from kvstore_kernels.checks import expect_shape
 from kvstore_kernels.launch import resolve_backend
 from kvstore_kernels.pages import PageView
+from kvstore_kernels.quant_rules import RowScale
 
 
-def write_rows(view: PageView, slot_mapping: torch.Tensor, *parts: torch.Tensor, backend: str | None = None) -> None:
-    """Writes one row per slot into the pages of a view.
+def write_rows(
+    view: PageView,
+    slot_mapping: torch.Tensor,
+    *parts: torch.Tensor,
+    row_scales: RowScale | Sequence[RowScale] | None = None,
+    backend: str | None = None,
+) -> None:
+    """Writes one row per slot into the pages of a view: plain rows bit for bit, others quantised by their format.
 
     Args:
         view: where the pages lie, and their format.
         slot_mapping: int64 [num_rows], block_id * rows_per_block + row_in_block. A slot below 0 or past the last is
             skipped. Equal slots in one call leave the content of that row undefined.
         parts: one tensor per part of the format, [at least num_rows, num_heads, head_dim] or flattened to two axes,
-            of the part's dtype, the row stride free. A latent row may also come as two tensors, nope and rope.
+            of the part's dtype, the row stride free. A latent row may also come as two tensors, nope and rope. Parts
+            of a quantised format are bf16, fp16 or fp32, one for each part that holds no scales.
+        row_scales: for quantised rows whose scale lies outside the cache (fp8 per tensor): what values are divided by,
+            per part a float or an fp32 tensor of one element; None: 1.0.
         backend: "triton", "reference", or None: Triton on a GPU, the reference elsewhere.
 
     Raises: ValueError / TypeError that name the argument, what was expected and what came.
     """
+    _expect_view(view)
+    if not view.format.quantised and row_scales is not None:
+        raise ValueError(f"row_scales: rows of format {view.format.name!r} have none, got {row_scales!r}")
     if torch.compiler.is_compiling():
-        _OPS.write_rows(view.memory, slot_mapping, parts, view.handle, resolve_backend(backend, view.device))
-        return
-    _module(backend, view, write).write_rows(view, slot_mapping, *parts)
+        scales = _scale_tensors(row_scales, view.memory)
+        chosen = resolve_backend(backend, view.device)
+        _OPS.write_rows(view.memory, slot_mapping, parts, scales, view.handle, chosen)
+    elif view.format.quantised:
+        _module(backend, view, quant_write).write_quantised(view, slot_mapping, *parts, row_scales=row_scales)
+    else:
+        _module(backend, view, write).write_rows(view, slot_mapping, *parts)
 
 
 def gather_rows(
@@ -272,6 +290,16 @@ _OPS = getattr(torch.ops, library.NAMESPACE)
 """The same ops as torch's compiler knows them; called directly, they would only cost a dispatch more."""
 
 
+def _scale_tensors(row_scales: RowScale | Sequence[RowScale] | None, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Scales as tensors of one element, as the registered op takes them."""
+    given: list[Any] = list(row_scales) if isinstance(row_scales, tuple | list) else [row_scales]
+    return [
+        scale if isinstance(scale, torch.Tensor) else memory.new_full((1,), scale, dtype=torch.float32)
+        for scale in given
+        if scale is not None
+    ]
+
+
 def _outputs(
     q: torch.Tensor, value_dim: int, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,7 +309,11 @@ def _outputs(
     )
 
 
-def _module(backend: str | None, view: PageView, triton_module: Any) -> Any:
+def _expect_view(view: object) -> None:
     if not isinstance(view, PageView):
         raise TypeError(f"view: expected a PageView, got {type(view).__name__}")
+
+
+def _module(backend: str | None, view: PageView, triton_module: Any) -> Any:
+    _expect_view(view)
     return reference if resolve_backend(backend, view.device) == "reference" else triton_module
