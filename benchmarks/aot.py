@@ -58,7 +58,7 @@ def compile_all(kernels: Sequence[str], chips: Sequence[str], jobs: int) -> list
 def compile_case(case_idx: int, chip: str) -> Result:
     """Compiles one case of the registry for one chip."""
     case, target = CASES[case_idx], CHIPS[chip]
-    result = partial(Result, case.kernel, case.name, chip, case.index_loads)
+    result = partial(Result, case.kernel, case.name, chip, case.index_loads, case.max_spill_bytes)
     try:
         return result(compile_launch(case.build(target), target))
     except Exception as error:

@@ -42,6 +42,7 @@ class Result:
     case: str
     chip: str
     index_loads: Mapping[int, int] | None
+    max_spill_bytes: int | None = None
     figures: Figures = NO_FIGURES
     error: str = ""
 
@@ -71,15 +72,14 @@ def measure(result: Result) -> list[Measure]:
         Measure(name, "narrowest_access", min(accesses, default=0), "B"),
         Measure(name, "matrix_instruction", figures.matrix, ""),
     ]
-    spilled = figures.spill_bytes
+    limit = result.max_spill_bytes
+    fits = None if limit is None else figures.spill_bytes <= limit
+    measures.append(Measure(name, "spill_bytes", figures.spill_bytes, "B", limit, fits))
     if result.index_loads is None:
-        return [*measures, Measure(name, "spill_bytes", spilled, "B")]
+        return measures
     narrowest = narrowest_row_access(result)
-    return [
-        *measures,
-        Measure(name, "spill_bytes", spilled, "B", 0, spilled == 0),
-        Measure(name, "narrowest_row_access", narrowest, "B", ROW_ACCESS_BYTES, narrowest >= ROW_ACCESS_BYTES),
-    ]
+    is_wide = narrowest >= ROW_ACCESS_BYTES
+    return [*measures, Measure(name, "narrowest_row_access", narrowest, "B", ROW_ACCESS_BYTES, is_wide)]
 
 
 def failures(measures: Sequence[Measure]) -> Iterator[str]:

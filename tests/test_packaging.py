@@ -105,7 +105,7 @@ def test_kernels_know_nothing_of_the_store() -> None:
 
 
 def test_no_kernel_imports_the_reference() -> None:
-    kernels = "write gather mla gqa merge copy fill pack slots sparse quant_write"
+    kernels = "write gather mla gqa merge copy fill pack slots sparse quant_write quant_gather"
     for module in kernels.split():
         assert "reference" not in import_graph("kvstore_kernels")[module]
 
@@ -142,8 +142,8 @@ PUBLIC = {
     kvstore_kernels: """BACKENDS FORMATS LayerTable PageView Quantised RowFormat RowPart bytes_format
         compute_slot_mapping copy_blocks dsv4_format fill_blocks fp8_ds_mla_format gather_rows
         gqa_decode indexer_format kv_format latent_format layer_table merge_partials mla_decode
-        mxfp8_latent_format nvfp4_ds_mla_format nvfp4_latent_format pack_blocks resolve_backend sparse_mla_decode
-        state_format token_head_format unpack_blocks write_rows""",
+        mxfp8_latent_format nvfp4_ds_mla_format nvfp4_latent_format pack_blocks read_rows
+        resolve_backend sparse_mla_decode state_format token_head_format unpack_blocks write_rows""",
 }
 
 

@@ -4,7 +4,15 @@ from kvstore_kernels.block_ops import compute_slot_mapping, copy_blocks, fill_bl
 from kvstore_kernels.copy import LayerTable, layer_table
 from kvstore_kernels.formats import Quantised, RowFormat, RowPart, kv_format, latent_format
 from kvstore_kernels.launch import BACKENDS, resolve_backend
-from kvstore_kernels.ops import gather_rows, gqa_decode, merge_partials, mla_decode, sparse_mla_decode, write_rows
+from kvstore_kernels.ops import (
+    gather_rows,
+    gqa_decode,
+    merge_partials,
+    mla_decode,
+    read_rows,
+    sparse_mla_decode,
+    write_rows,
+)
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.quantised import (
     FORMATS,
@@ -45,6 +53,7 @@ __all__ = [
     "nvfp4_ds_mla_format",
     "nvfp4_latent_format",
     "pack_blocks",
+    "read_rows",
     "resolve_backend",
     "sparse_mla_decode",
     "state_format",

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvstore_kernels import gather, gqa, library, merge, mla, quant_write, reference, sparse, write
+from kvstore_kernels import gather, gqa, library, merge, mla, quant_gather, quant_write, reference, sparse, write
 from kvstore_kernels.checks import expect_shape
 from kvstore_kernels.launch import resolve_backend
 from kvstore_kernels.pages import PageView
@@ -55,6 +55,8 @@ def gather_rows(
     num_rows: int,
     start: torch.Tensor | None = None,
     wraps: bool = False,
+    dtype: torch.dtype | None = None,
+    row_scales: Sequence[RowScale] | None = None,
     out: tuple[torch.Tensor, ...] | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -67,14 +69,34 @@ def gather_rows(
         num_rows: its last entry, known to the host.
         start: int32 [num_seqs], the first row to fetch per sequence; None: 0.
         wraps: whether block i of a sequence is in column i % width (window groups) instead of column i.
+        dtype: of the result of quantised rows, which come as numbers: bf16 (None), fp16 or fp32.
+        row_scales: of quantised rows whose scale lies outside the cache, as `write_rows`.
         out: tensors to write to, one per part.
         backend: as `write_rows`.
 
-    Returns: one tensor [num_rows, num_heads, head_dim] per part. A row without a block (an entry that names none, a
-        column past the table) is zero.
+    Returns: one tensor [num_rows, num_heads, head_dim] per part; of quantised latent rows and indexer keys one
+        [num_rows, 1, columns], nope columns first, of quantised K and V two. A row without a block (an entry that
+        names none, a column past the table) is zero.
 
     Raises: as `write_rows`.
     """
+    _expect_view(view)
+    if view.format.quantised:
+        read: tuple[torch.Tensor, ...] = _module(backend, view, quant_gather).gather_dequantised(
+            view,
+            block_table,
+            cu_row_lens,
+            num_rows=num_rows,
+            start=start,
+            wraps=wraps,
+            dtype=torch.bfloat16 if dtype is None else dtype,
+            row_scales=row_scales,
+            out=out,
+        )
+        return read
+    for name, given in (("dtype", dtype), ("row_scales", row_scales)):
+        if given is not None:
+            raise ValueError(f"{name}: rows of format {view.format.name!r} are moved as they are, got {given!r}")
     if torch.compiler.is_compiling():
         parts = view.format.parts
         made = tuple(view.memory.new_empty((num_rows, p.num_heads, p.head_dim), dtype=p.dtype) for p in parts)
@@ -90,6 +112,33 @@ def gather_rows(
         start=start,
         wraps=wraps,
         out=out,
+    )
+    return result
+
+
+def read_rows(
+    view: PageView,
+    slots: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    row_scales: Sequence[RowScale] | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The rows of explicit slots as numbers, quantised or plain.
+
+    Args:
+        view: where the pages lie, and their format.
+        slots: int64 [num_rows]; one that names no row gives zeros.
+        dtype: of the result: bf16, fp16 or fp32. Plain rows of that dtype are moved bit for bit.
+        row_scales, out, backend: as `gather_rows`.
+
+    Returns: tensors as `gather_rows` gives of quantised rows.
+
+    Raises: as `write_rows`.
+    """
+    result: tuple[torch.Tensor, ...] = _module(backend, view, quant_gather).read_rows(
+        view, slots, dtype=dtype, row_scales=row_scales, out=out
     )
     return result
 
