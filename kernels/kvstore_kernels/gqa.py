@@ -17,11 +17,13 @@ from kvstore_kernels.reads import (
     expect_soft_cap,
     expect_window,
     part_start_and_pitch,
+    query_args,
     read_args,
 )
 from kvstore_kernels.softmax import (
     LOG2_E,
     load_tile,
+    mask_scores,
     normalise,
     soften,
     softmax_step,
@@ -30,6 +32,7 @@ from kvstore_kernels.softmax import (
     table_end,
     tile_blocks,
     tile_rows,
+    visible_ends,
 )
 from kvstore_kernels.splits import choose_num_splits, key_value_tile, num_cores, padded
 from kvstore_kernels.tiles import page_start
@@ -43,6 +46,8 @@ from kvstore_kernels.tiles import page_start
         "num_blocks",
         "num_kv_heads",
         "queries_per_kv",
+        "num_queries",
+        "lens_per_query",
         "window",
         "offset_units",
         "block_stride_units",
@@ -51,16 +56,18 @@ from kvstore_kernels.tiles import page_start
 def _gqa_kernel(
     memory_ptr,  # [memory elements] of the rows' dtype
     table_ptr,  # [num_seqs, table_width] int32, rows table_stride apart
-    row_lens_ptr,  # [num_seqs] int32
-    q_ptr,  # [num_seqs, num_kv_heads * queries_per_kv, KEY_DIM], sequences q_stride * Q_UNIT elements apart
-    out_ptr,  # [num_seqs, num_kv_heads * queries_per_kv, num_splits, VALUE_DIM]
-    lse_ptr,  # [num_seqs, num_kv_heads * queries_per_kv, num_splits] fp32
+    row_lens_ptr,  # [num_seqs] int32, or [num_seqs, num_queries] with lens_per_query
+    q_ptr,  # [num_seqs, num_queries, num_heads, KEY_DIM], sequences q_stride * Q_UNIT elements apart
+    out_ptr,  # [num_seqs, num_queries, num_heads, num_splits, VALUE_DIM]
+    lse_ptr,  # [num_seqs, num_queries, num_heads, num_splits] fp32
     q_stride: tl.int64,
     table_stride: tl.int64,
     table_width: tl.int32,
     num_blocks: tl.int32,
     num_kv_heads: tl.int32,
     queries_per_kv: tl.int32,
+    num_queries: tl.int32,
+    lens_per_query: tl.int32,
     window: tl.int32,
     offset_units: tl.int64,
     block_stride_units: tl.int64,
@@ -83,14 +90,19 @@ def _gqa_kernel(
     TILE_VALUE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Program = (sequence, KV head and tile of its query heads; split of the keys)."""
-    num_head_tiles = tl.cdiv(queries_per_kv, TILE_H)
+    """Program = (sequence, KV head and tile of its heads; split of the keys).
+
+    The heads of a KV head are those of all queries of a sequence, one query behind the other.
+    """
+    heads_per_kv = num_queries * queries_per_kv
+    num_head_tiles = tl.cdiv(heads_per_kv, TILE_H)
     seq_idx = (tl.program_id(0) // (num_kv_heads * num_head_tiles)).to(tl.int64)
     kv_head = tl.program_id(0) // num_head_tiles % num_kv_heads
-    queries = tl.program_id(0) % num_head_tiles * TILE_H + tl.arange(0, TILE_H)
-    heads = kv_head * queries_per_kv + queries
+    tile_heads = tl.program_id(0) % num_head_tiles * TILE_H + tl.arange(0, TILE_H)
+    queries = tile_heads // queries_per_kv
+    heads = (queries * num_kv_heads + kv_head) * queries_per_kv + tile_heads % queries_per_kv
     key_columns, value_columns = tl.arange(0, TILE_KEY), tl.arange(0, TILE_VALUE)
-    in_heads, in_key, in_value = queries < queries_per_kv, key_columns < KEY_DIM, value_columns < VALUE_DIM
+    in_heads, in_key, in_value = tile_heads < heads_per_kv, key_columns < KEY_DIM, value_columns < VALUE_DIM
 
     q_pointers = q_ptr + seq_idx * q_stride.to(tl.int64) * Q_UNIT + heads[:, None] * KEY_DIM + key_columns[None, :]
     q = load_tile(q_pointers, in_heads[:, None] & in_key[None, :], INTERPRETED)
@@ -98,10 +110,11 @@ def _gqa_kernel(
     running_sum = tl.zeros([TILE_H], tl.float32)
     weighted_sum = tl.zeros([TILE_H, TILE_VALUE], tl.float32)
     scale = softmax_scale * LOG2_E
-    end = tl.load(row_lens_ptr + seq_idx)
-    begin = 0
+    ends = visible_ends(row_lens_ptr, seq_idx, queries, in_heads, num_queries, lens_per_query)
+    begins, begin, end = ends, 0, tl.max(ends, 0)
     if WINDOWED:
-        begin = tl.maximum(end - window, 0)
+        begins = tl.maximum(ends - window, 0)
+        begin = tl.min(tl.where(in_heads, begins, end), 0)
     else:
         end = table_end(end, table_width, ROWS_PER_BLOCK)
     first_tile, last_tile = split_tiles(begin, end, TILE_N)
@@ -116,7 +129,7 @@ def _gqa_kernel(
         key = load_tile(key_rows[:, None] + key_columns[None, :], exists[:, None] & in_key[None, :], INTERPRETED)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         scores = soften(scores * softmax_scale, soft_cap) * LOG2_E if SOFT_CAPPED else scores * scale
-        scores = tl.where(exists[None, :], scores, float("-inf"))
+        scores = mask_scores(scores, tile, begins, ends, exists, WINDOWED, TILE_N)
         weights, running_max, running_sum, factor = softmax_step(scores, running_max, running_sum)
         value_rows = memory_ptr + page + VALUE_START + rows * VALUE_PITCH + kv_head * VALUE_DIM
         # Masked like the scores: a weight of zero times a NaN in a row nobody wrote would be NaN.
@@ -127,7 +140,7 @@ def _gqa_kernel(
         block_ids = next_block_ids
 
     out, lse = normalise(weighted_sum, running_max, running_sum)
-    partial = (seq_idx * num_kv_heads * queries_per_kv + heads) * tl.num_programs(1) + tl.program_id(1)
+    partial = (seq_idx * num_kv_heads * heads_per_kv + heads) * tl.num_programs(1) + tl.program_id(1)
     out_pointers = out_ptr + partial[:, None] * VALUE_DIM + value_columns[None, :]
     store_tile(out_pointers, out, in_heads[:, None] & in_value[None, :], INTERPRETED)
     tl.store(lse_ptr + partial, lse, mask=in_heads)
@@ -147,23 +160,26 @@ def gqa_decode(
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query per sequence over rows of K and V.
+    """Attention of one or several queries per sequence over rows of K and V.
 
     Args:
         view: pages with parts "k" and "v".
         block_table: int32 [num_seqs, width]. Rows of an entry that names no block do not exist. Column of position p
             is p // rows_per_block: without `window` a column past the width does not exist, with it columns wrap.
-        row_lens: int32 [num_seqs], rows visible to the query, its own included.
-        q: [num_seqs, num_heads, head_dim] of the rows' dtype; num_heads is a multiple of the KV heads.
+        row_lens: int32 [num_seqs], rows visible to the last query, its own included, each query before it sees one
+            less; or int32 [num_seqs, num_queries], rows visible to each.
+        q: [num_seqs, num_heads, head_dim] or [num_seqs, num_queries, num_heads, head_dim] of the rows' dtype;
+            num_heads is a multiple of the KV heads.
         softmax_scale: factor on the scores; None: head_dim ** -0.5.
-        window: the query, at position row_len - 1, sees positions from row_len - window on; None: all.
+        window: a query that sees row_len rows is at position row_len - 1 and sees positions from row_len - window on;
+            None: all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: as they are.
         sinks: fp32 [num_heads], the score of one more key per head that has no value; None: none.
-        out: [num_seqs, num_heads, head_dim_v] of q's dtype, contiguous; None: allocated.
-        lse: fp32 [num_seqs, num_heads], contiguous; None: allocated.
+        out: the axes of q with head_dim_v columns, of q's dtype, contiguous; None: allocated.
+        lse: fp32, the axes of q without the last, contiguous; None: allocated.
         num_splits: parts the rows are split into; None: from a table of host values.
 
-    Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a sequence without rows.
+    Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a query without rows.
 
     Raises: ValueError or TypeError, before anything is written, for an argument of wrong type, shape, dtype, device or
         strides, for a format without K and V, and for window or num_splits below 1 or too large.
@@ -174,7 +190,7 @@ def gqa_decode(
     expect_window(window)
     expect_soft_cap(soft_cap)
     expect_read(view, block_table, row_lens, q, key, value.head_dim, softmax_scale, out, lse, num_splits)
-    expect_sinks(sinks, q.shape[1], q.device)
+    expect_sinks(sinks, q.shape[-2], q.device)
     target = current_target(_gqa_kernel)
     if num_splits is None:
         num_rows = block_table.shape[1] * view.rows_per_block
@@ -206,8 +222,8 @@ def gqa_launch(
     block_table: torch.Tensor,
     row_lens: torch.Tensor,
     q: torch.Tensor,
-    partial_out: torch.Tensor,  # [num_seqs, num_heads, num_splits, head_dim_v]
-    partial_lse: torch.Tensor,  # [num_seqs, num_heads, num_splits] fp32
+    partial_out: torch.Tensor,  # [num_seqs * num_queries, num_heads, num_splits, head_dim_v]
+    partial_lse: torch.Tensor,  # [num_seqs * num_queries, num_heads, num_splits] fp32
     *,
     softmax_scale: float,
     window: int | None,
@@ -216,19 +232,20 @@ def gqa_launch(
 ) -> Launch:
     """The launch that attends to each part of the rows, of checked arguments; the tensors may be meta tensors."""
     key, value = view.format.parts
-    num_seqs, num_heads, num_splits = partial_lse.shape
-    queries_per_kv = num_heads // key.num_heads
-    tile = key_value_tile(target, queries_per_kv, key.head_dim, value.head_dim, key.dtype.itemsize)
+    num_heads, num_splits = partial_lse.shape[1:]
+    heads_per_kv = q.shape[1:-1].numel() // key.num_heads
+    tile = key_value_tile(target, heads_per_kv, key.head_dim, value.head_dim, key.dtype.itemsize)
     args, constexprs = read_args(view, block_table, row_lens, q, partial_out, partial_lse, softmax_scale)
     key_start, key_pitch = part_start_and_pitch(view, key)
     value_start, value_pitch = part_start_and_pitch(view, value)
     return Launch(
         kernel=_gqa_kernel,
-        grid=(num_seqs * key.num_heads * cdiv(queries_per_kv, tile.heads), num_splits),
+        grid=(q.shape[0] * key.num_heads * cdiv(heads_per_kv, tile.heads), num_splits),
         args={
             **args,
+            **query_args(q, row_lens),
             "num_kv_heads": key.num_heads,
-            "queries_per_kv": queries_per_kv,
+            "queries_per_kv": num_heads // key.num_heads,
             "window": window or 0,
             "soft_cap": float(soft_cap or 1.0),
         },

@@ -15,11 +15,13 @@ from kvstore_kernels.reads import (
     expect_read,
     expect_sinks,
     part_start_and_pitch,
+    query_args,
     read_args,
 )
 from kvstore_kernels.softmax import (
     LOG2_E,
     load_tile,
+    mask_scores,
     normalise,
     softmax_step,
     split_tiles,
@@ -27,6 +29,7 @@ from kvstore_kernels.softmax import (
     table_end,
     tile_blocks,
     tile_rows,
+    visible_ends,
 )
 from kvstore_kernels.splits import ReadTile, choose_num_splits, latent_tile, num_cores, padded
 from kvstore_kernels.tiles import page_start
@@ -39,6 +42,8 @@ from kvstore_kernels.tiles import page_start
         "table_width",
         "num_blocks",
         "num_heads",
+        "num_queries",
+        "lens_per_query",
         "offset_units",
         "block_stride_units",
     ]
@@ -46,15 +51,17 @@ from kvstore_kernels.tiles import page_start
 def _mla_kernel(
     memory_ptr,  # [memory elements] of the rows' dtype
     table_ptr,  # [num_seqs, table_width] int32, rows table_stride apart
-    row_lens_ptr,  # [num_seqs] int32
-    q_ptr,  # [num_seqs, num_heads, LATENT_DIM], sequences q_stride * Q_UNIT elements apart
-    out_ptr,  # [num_seqs, num_heads, num_splits, VALUE_DIM]
-    lse_ptr,  # [num_seqs, num_heads, num_splits] fp32
+    row_lens_ptr,  # [num_seqs] int32, or [num_seqs, num_queries] with lens_per_query
+    q_ptr,  # [num_seqs, num_queries, num_heads, LATENT_DIM], sequences q_stride * Q_UNIT elements apart
+    out_ptr,  # [num_seqs, num_queries, num_heads, num_splits, VALUE_DIM]
+    lse_ptr,  # [num_seqs, num_queries, num_heads, num_splits] fp32
     q_stride: tl.int64,
     table_stride: tl.int64,
     table_width: tl.int32,
     num_blocks: tl.int32,
     num_heads: tl.int32,
+    num_queries: tl.int32,
+    lens_per_query: tl.int32,
     offset_units: tl.int64,
     block_stride_units: tl.int64,
     softmax_scale: tl.float32,
@@ -71,12 +78,16 @@ def _mla_kernel(
     TILE_ROPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Program = (sequence and tile of heads; split of the rows). Head tiles of a sequence run together and share L2."""
-    num_head_tiles = tl.cdiv(num_heads, TILE_H)
+    """Program = (sequence and tile of heads; split of the rows). Head tiles of a sequence run together and share L2.
+
+    The heads of a sequence are those of all its queries, one query behind the other.
+    """
+    heads_of_seq = num_queries * num_heads
+    num_head_tiles = tl.cdiv(heads_of_seq, TILE_H)
     seq_idx = (tl.program_id(0) // num_head_tiles).to(tl.int64)
     heads = tl.program_id(0) % num_head_tiles * TILE_H + tl.arange(0, TILE_H)
     nope = tl.arange(0, TILE_NOPE)
-    in_heads, in_nope = heads < num_heads, nope < VALUE_DIM
+    in_heads, in_nope = heads < heads_of_seq, nope < VALUE_DIM
 
     q_rows = q_ptr + seq_idx * q_stride.to(tl.int64) * Q_UNIT + heads[:, None] * LATENT_DIM
     q_nope = load_tile(q_rows + nope[None, :], in_heads[:, None] & in_nope[None, :], INTERPRETED)
@@ -89,7 +100,8 @@ def _mla_kernel(
     running_sum = tl.zeros([TILE_H], tl.float32)
     weighted_sum = tl.zeros([TILE_H, TILE_NOPE], tl.float32)
     scale = softmax_scale * LOG2_E
-    end = table_end(tl.load(row_lens_ptr + seq_idx), table_width, ROWS_PER_BLOCK)
+    ends = visible_ends(row_lens_ptr, seq_idx, heads // num_heads, in_heads, num_queries, lens_per_query)
+    end = table_end(tl.max(ends, 0), table_width, ROWS_PER_BLOCK)
     first_tile, last_tile = split_tiles(0, end, TILE_N)
     table_ptr += seq_idx * table_stride.to(tl.int64)
     block_ids = tile_blocks(first_tile, end, table_ptr, table_width, ROWS_PER_BLOCK, False, TILE_N)
@@ -104,13 +116,13 @@ def _mla_kernel(
         if LATENT_DIM > VALUE_DIM:
             k_rope = load_tile(row_pointers[:, None] + rope[None, :], exists[:, None] & in_rope[None, :], INTERPRETED)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-        scores = tl.where(exists[None, :], scores * scale, float("-inf"))
+        scores = mask_scores(scores * scale, tile, ends, ends, exists, False, TILE_N)
         weights, running_max, running_sum, factor = softmax_step(scores, running_max, running_sum)
         weighted_sum = tl.dot(weights.to(latent.dtype), latent, weighted_sum * factor[:, None], input_precision="ieee")
         block_ids = next_block_ids
 
     out, lse = normalise(weighted_sum, running_max, running_sum)
-    partial = (seq_idx * num_heads + heads) * tl.num_programs(1) + tl.program_id(1)
+    partial = (seq_idx * heads_of_seq + heads) * tl.num_programs(1) + tl.program_id(1)
     store_tile(
         out_ptr + partial[:, None] * VALUE_DIM + nope[None, :], out, in_heads[:, None] & in_nope[None, :], INTERPRETED
     )
@@ -129,32 +141,33 @@ def mla_decode(
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query per sequence over latent rows: K is a row, V its first `value_dim` columns.
+    """Attention of one or several queries per sequence over latent rows: K is a row, V its first `value_dim` columns.
 
     Args:
         view: pages of latent rows.
         block_table: int32 [num_seqs, width]. Rows of an entry that names no block, or of a column past the width, do
             not exist.
-        row_lens: int32 [num_seqs], rows visible to the query.
-        q: [num_seqs, num_heads, latent_dim] of the rows' dtype.
+        row_lens: int32 [num_seqs], rows visible to the last query, each query before it sees one less; or int32
+            [num_seqs, num_queries], rows visible to each.
+        q: [num_seqs, num_heads, latent_dim] or [num_seqs, num_queries, num_heads, latent_dim] of the rows' dtype.
         softmax_scale: factor on the scores.
         sinks: fp32 [num_heads], the score of one more key per head that has no value; None: none.
-        out: [num_seqs, num_heads, value_dim] of q's dtype, contiguous; None: allocated.
-        lse: fp32 [num_seqs, num_heads], contiguous; None: allocated.
+        out: the axes of q with value_dim columns, of q's dtype, contiguous; None: allocated.
+        lse: fp32, the axes of q without the last, contiguous; None: allocated.
         num_splits: parts the rows are split into; None: from a table of host values.
 
-    Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a sequence without rows.
+    Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a query without rows.
 
     Raises: ValueError or TypeError, before anything is written, for an argument of wrong type, shape, dtype, device or
         strides, for a format that is not latent, and for num_splits below 1 or too large.
     """
     latent, value_dim = expect_latent(view)
     expect_read(view, block_table, row_lens, q, latent, value_dim, softmax_scale, out, lse, num_splits)
-    expect_sinks(sinks, q.shape[1], q.device)
+    expect_sinks(sinks, q.shape[-2], q.device)
     target = current_target(_mla_kernel)
     if num_splits is None:
-        tile = _tile(view, q.shape[1], target)
-        num_programs = q.shape[0] * cdiv(q.shape[1], tile.heads)
+        heads_of_seq = q.shape[1:-1].numel()
+        num_programs = q.shape[0] * cdiv(heads_of_seq, _tile(view, heads_of_seq, target).heads)
         num_splits = choose_num_splits(num_programs, block_table.shape[1] * view.rows_per_block, num_cores(q.device))
     out, lse = allocate_outputs(q, value_dim, out, lse)
     merged = num_splits > 1 or sinks is not None
@@ -172,22 +185,23 @@ def mla_launch(
     block_table: torch.Tensor,
     row_lens: torch.Tensor,
     q: torch.Tensor,
-    partial_out: torch.Tensor,  # [num_seqs, num_heads, num_splits, value_dim]
-    partial_lse: torch.Tensor,  # [num_seqs, num_heads, num_splits] fp32
+    partial_out: torch.Tensor,  # [num_seqs * num_queries, num_heads, num_splits, value_dim]
+    partial_lse: torch.Tensor,  # [num_seqs * num_queries, num_heads, num_splits] fp32
     *,
     softmax_scale: float,
     target: Target,
 ) -> Launch:
     """The launch that attends to each part of the rows, of checked arguments; the tensors may be meta tensors."""
     latent, value_dim = expect_latent(view)
-    num_seqs, num_heads, num_splits = partial_lse.shape
-    tile = _tile(view, num_heads, target)
+    num_heads, num_splits = partial_lse.shape[1:]
+    heads_of_seq = q.shape[1:-1].numel()
+    tile = _tile(view, heads_of_seq, target)
     row_start, row_pitch = part_start_and_pitch(view, latent)
     args, constexprs = read_args(view, block_table, row_lens, q, partial_out, partial_lse, softmax_scale)
     return Launch(
         kernel=_mla_kernel,
-        grid=(num_seqs * cdiv(num_heads, tile.heads), num_splits),
-        args={**args, "num_heads": num_heads},
+        grid=(q.shape[0] * cdiv(heads_of_seq, tile.heads), num_splits),
+        args={**args, **query_args(q, row_lens), "num_heads": num_heads},
         constexprs={
             **constexprs,
             "LATENT_DIM": latent.head_dim,

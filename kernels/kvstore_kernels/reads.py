@@ -94,8 +94,8 @@ def expect_read(
     num_splits: int | None,
 ) -> None:
     """Raises ValueError or TypeError unless the arguments fit each other; shapes as in the launchers' docstrings."""
-    expect_shape("q", q, (None, None, key.head_dim))
-    num_seqs, num_heads, _ = q.shape
+    queries = expect_queries(q, key)
+    (num_seqs, *_), num_heads = queries, q.shape[-2]
     if num_heads == 0 or num_heads % key.num_heads:
         raise ValueError(f"q: expected a number of heads that is a multiple of {key.num_heads}, got {num_heads}")
     expect_dtype("q", q, key.dtype)
@@ -105,7 +105,7 @@ def expect_read(
         raise ValueError("block_table: expected at least one column, got none")
     if not block_table.is_contiguous() and block_table.stride(1) != 1 and block_table.shape[1] > 1:
         raise ValueError(f"block_table: expected adjacent entries in a row, got strides {block_table.stride()}")
-    expect_shape("row_lens", row_lens, (num_seqs,))
+    expect_shape("row_lens", row_lens, queries if row_lens.ndim == len(queries) else (num_seqs,))
     expect_dtype("row_lens", row_lens, torch.int32)
     _expect_contiguous("row_lens", row_lens)
     expect_softmax_scale(softmax_scale)
@@ -114,9 +114,24 @@ def expect_read(
     for name, tensor in (("q", q), ("block_table", block_table), ("row_lens", row_lens)):
         expect_device(name, tensor, view.device)
     if out is not None:
-        expect_output("out", out, (num_seqs, num_heads, value_dim), q.dtype, view.device)
+        expect_output("out", out, (*queries, num_heads, value_dim), q.dtype, view.device)
     if lse is not None:
-        expect_output("lse", lse, (num_seqs, num_heads), torch.float32, view.device)
+        expect_output("lse", lse, (*queries, num_heads), torch.float32, view.device)
+
+
+def expect_queries(q: torch.Tensor, key: RowPart) -> tuple[int, ...]:
+    """The axes of `q` before the heads: (num_seqs,) or (num_seqs, num_queries).
+
+    Raises: TypeError when `q` is no tensor, ValueError for another number of axes or another head_dim.
+    """
+    num_axes = 4 if isinstance(q, torch.Tensor) and q.ndim == 4 else 3
+    expect_shape("q", q, (*(None,) * (num_axes - 1), key.head_dim))
+    return tuple(q.shape[:-2])
+
+
+def query_args(q: torch.Tensor, row_lens: torch.Tensor) -> dict[str, int]:
+    """The run-time arguments that say how many queries a sequence has, and whether each has a length of its own."""
+    return {"num_queries": q.shape[1] if q.ndim == 4 else 1, "lens_per_query": int(row_lens.ndim == 2)}
 
 
 def expect_partials(
@@ -159,6 +174,7 @@ def read_args(
     """The run-time and compile-time arguments that both attention kernels have."""
     size = q.element_size()
     unit = ALIGNMENT_BYTES // size
+    q = q if q.ndim == 3 else q.flatten(1, 2)
     # The kernels take adjacent heads, and strides in 16 bytes so that any stride gives wide loads.
     if not (q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % unit == 0):
         q = q.contiguous()
@@ -190,22 +206,25 @@ def allocate_outputs(
     q: torch.Tensor, value_dim: int, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The caller's tensors, or new ones where it gave none."""
-    num_seqs, num_heads, _ = q.shape
     return (
-        torch.empty((num_seqs, num_heads, value_dim), dtype=q.dtype, device=q.device) if out is None else out,
-        torch.empty((num_seqs, num_heads), dtype=torch.float32, device=q.device) if lse is None else lse,
+        torch.empty((*q.shape[:-1], value_dim), dtype=q.dtype, device=q.device) if out is None else out,
+        torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse,
     )
 
 
 def allocate_partials(
     out: torch.Tensor, lse: torch.Tensor, num_splits: int, *, merged: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each part's result goes: an axis of splits in front of the last; unmerged, one part is the result."""
+    """Where each part's result goes, one query behind the other: [num_seqs * num_queries, num_heads, num_splits, ..].
+
+    Unmerged, the one part is the result.
+    """
+    out, lse = out.detach().flatten(0, -3), lse.detach().flatten(0, -2)
     if not merged:
         return out.unsqueeze(2), lse.unsqueeze(2)
-    num_seqs, num_heads, value_dim = out.shape
-    partial_out = torch.empty((num_seqs, num_heads, num_splits, value_dim), dtype=torch.float32, device=out.device)
-    return partial_out, torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=out.device)
+    num_queries, num_heads, value_dim = out.shape
+    partial_out = torch.empty((num_queries, num_heads, num_splits, value_dim), dtype=torch.float32, device=out.device)
+    return partial_out, torch.empty((num_queries, num_heads, num_splits), dtype=torch.float32, device=out.device)
 
 
 def _format_of(view: PageView) -> RowFormat:

@@ -38,6 +38,30 @@ def store_tile(pointers, values, mask, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def visible_ends(row_lens_ptr, seq_idx, queries, is_query, num_queries, lens_per_query):
+    """The position behind the last row that each query of a tile sees, 0 or less for none.
+
+    lens_per_query 0: of a length per sequence, which the last of its queries sees; each query before it sees one row
+    less. 1: of a length per query.
+    """
+    lens_of_seq = 1 + (num_queries - 1) * lens_per_query
+    lens_ptrs = row_lens_ptr + seq_idx * lens_of_seq + queries * lens_per_query
+    ends = tl.load(lens_ptrs, mask=is_query, other=0) - (num_queries - 1 - queries) * (1 - lens_per_query)
+    return tl.where(is_query, ends, 0)
+
+
+@triton.jit
+def mask_scores(scores, tile, begins, ends, exists, WINDOWED: tl.constexpr, TILE_N: tl.constexpr):
+    """The scores of rows that exist and that the query sees, -inf elsewhere."""
+    first, columns = tl.cast(tile, tl.int32) * TILE_N, tl.arange(0, TILE_N)[None, :]
+    scores = tl.where(exists[None, :], scores, float("-inf"))
+    scores = tl.where(columns < (ends - first)[:, None], scores, float("-inf"))
+    if WINDOWED:
+        scores = tl.where(columns >= (begins - first)[:, None], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
 def table_end(row_len, table_width, ROWS_PER_BLOCK: tl.constexpr):
     """The rows of a sequence that the table has columns for; the rows of a whole table may be 2^31 and more."""
     return tl.minimum(row_len.to(tl.int64), table_width.to(tl.int64) * ROWS_PER_BLOCK).to(tl.int32)
