@@ -12,7 +12,7 @@ demo: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/kvstore demo
 
 test: $(STAMP) $(DEMO_STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -24,6 +24,7 @@ check: lint test
 bench: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/python -m benchmarks planner
 	$(BIN)/python -m benchmarks aot
+	$(BIN)/python -m benchmarks kernels
 	$(BIN)/python -m benchmarks engine
 
 # Not part of CI: about 2 GB of compilers and 10 minutes.

@@ -24,7 +24,7 @@ setup(
         "demo": ["transformers>=5.0", "gguf>=0.10", "accelerate>=1.0"],
         "transformers": ["transformers>=5.0"],
         "plots": ["matplotlib>=3.8"],
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.11"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.11"],
     },
     entry_points={"console_scripts": ["kvstore = kvstore.cli:main"]},
 )

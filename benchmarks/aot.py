@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.aot_compile import CHIPS, compile_launch, count_variants
+from benchmarks.aot_peers import print_peers
 from benchmarks.aot_registry import CASES, KERNELS, variant_families
 from benchmarks.aot_report import Measure, Result, measure, print_tables
 from kvstore_kernels.launch import INTERPRETED
@@ -27,25 +28,28 @@ def main(arguments: Sequence[str]) -> int:
     if INTERPRETED:
         print("aot: expected a process without TRITON_INTERPRET, for under it nothing compiles", file=sys.stderr)
         return 2
-    results = compile_all(options.kernels, options.targets, options.jobs)
+    results = compile_all(options.kernels, options.targets, options.jobs, options.quick)
     variants = [each for chip in options.targets for each in measure_variants(chip, options.kernels)]
     measures = [each for result in results for each in measure(result)] + variants
     if options.json:
         print(*(each.to_json() for each in measures), sep="\n")
     else:
         console = Console()
-        print_tables(console if console.is_terminal else Console(width=120), results, variants)
+        console = console if console.is_terminal else Console(width=150)
+        print_tables(console, results, variants)
+        print_peers(console, results)
     return 1 if any(each.ok is False for each in measures) else 0
 
 
-def compile_all(kernels: Sequence[str], chips: Sequence[str], jobs: int) -> list[Result]:
-    """Every case of these kernels on every chip, in the order of the registry; errors of the compiler are results."""
-    wanted = [(idx, chip) for idx, case in enumerate(CASES) if case.kernel in kernels for chip in chips]
+def compile_all(kernels: Sequence[str], chips: Sequence[str], jobs: int, quick: bool) -> list[Result]:
+    """Every case of these kernels on every chip it is for, as the registry orders them; compiler errors are results."""
+    cases = [(idx, case) for idx, case in enumerate(CASES) if case.kernel in kernels and case.is_quick >= quick]
+    wanted = [(idx, chip) for idx, case in cases for chip in chips if case.is_for(chip)]
     results = {}
     # Spawned, not forked: compilers and torch have threads.
     with (
         Progress(console=Console(stderr=True), transient=True) as progress,
-        ProcessPoolExecutor(min(jobs, len(wanted)), mp_context=get_context("spawn")) as pool,
+        ProcessPoolExecutor(max(1, min(jobs, len(wanted))), mp_context=get_context("spawn")) as pool,
     ):
         bar = progress.add_task("compiling", total=len(wanted))
         futures = {pool.submit(compile_case, idx, chip): (idx, chip) for idx, chip in wanted}
@@ -58,7 +62,8 @@ def compile_all(kernels: Sequence[str], chips: Sequence[str], jobs: int) -> list
 def compile_case(case_idx: int, chip: str) -> Result:
     """Compiles one case of the registry for one chip."""
     case, target = CASES[case_idx], CHIPS[chip]
-    result = partial(Result, case.kernel, case.name, chip, case.index_loads, case.max_spill_bytes)
+    wgmma = case.wgmma and chip == "sm_90"
+    result = partial(Result, case.kernel, case.name, chip, case.index_loads, case.max_spill_bytes, wgmma)
     try:
         return result(compile_launch(case.build(target), target))
     except Exception as error:
@@ -70,7 +75,7 @@ def measure_variants(chip: str, kernels: Sequence[str]) -> list[Measure]:
     counts = {
         kernel: count_variants(launches, CHIPS[chip])
         for kernel, launches in variant_families(CHIPS[chip]).items()
-        if kernel in kernels
+        if kernel.partition(",")[0] in kernels
     }
     return [Measure(f"{kernel} on {chip}", "variants", count, "", 1, count == 1) for kernel, count in counts.items()]
 
@@ -80,6 +85,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kernels", type=_names(KERNELS), default=KERNELS, help=f"of {', '.join(KERNELS)}")
     parser.add_argument("--targets", type=_names(tuple(CHIPS)), default=tuple(CHIPS), help=f"of {', '.join(CHIPS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes to compile in")
+    parser.add_argument("--quick", action="store_true", help="leave out the cases that take longest")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of the table")
     options = parser.parse_args(arguments)
     if options.jobs < 1:

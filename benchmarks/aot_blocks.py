@@ -85,7 +85,7 @@ def block_cases() -> list[Case]:
     }
     return [
         *(
-            Case(kernel, name, partial(build, views, 4), index_loads, max_spill_bytes=0)
+            Case(kernel, name, partial(build, views, 4), index_loads)
             for kernel, (build, index_loads) in moves.items()
             for name, views in layers.items()
         ),

@@ -1,7 +1,7 @@
 """What is compiled ahead of time: each op's own launch builder, called with tensors that have no memory."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,14 +24,33 @@ class Case:
 
     `index_loads` is set for kernels that only move rows of 16-byte multiples: the bytes of an index load and the
     most there may be of them in a program. Everything else must be 16 bytes wide. `max_spill_bytes` is what a program
-    may spill on any chip, 0 for whatever moves rows; None: it is only reported.
+    may spill on any chip: nothing but for a tile of more than 16 heads. `chips`: those that have what the
+    kernel needs, None: all. `is_quick`: compiled by `--quick` too, which has of each kernel all kinds of rows.
+    `wgmma`: what sm_90 has to multiply with, a tile of 64 heads.
     """
 
     kernel: str
     name: str
     build: Callable[[Target], Launch]
     index_loads: Mapping[int, int] | None = None
-    max_spill_bytes: int | None = None
+    max_spill_bytes: int = 0
+    chips: tuple[str, ...] | None = None
+    is_quick: bool = True
+    wgmma: bool = False
+
+    def is_for(self, chip: str) -> bool:
+        """Whether the kernel is compiled for this chip."""
+        return self.chips is None or chip in self.chips
+
+
+def spill_limit(heads_per_row: int, *, quantised: bool = False) -> int:
+    """The bytes that a read may spill, by the query heads that share a row."""
+    return 0 if heads_per_row <= 16 else 512 if quantised else 272
+
+
+def thorough(*cases: Case) -> Iterator[Case]:
+    """The same, left out by `--quick`."""
+    return (replace(case, is_quick=False) for case in cases)
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,7 +72,7 @@ def write_case(name: str, row_format: RowFormat, rows_per_block: int, split: boo
         view = meta_view(row_format, rows_per_block, num_blocks=60_000 if large else 64)
         return build_write(view, target, split)
 
-    return Case("write", f"{name} x {rows_per_block}", build, index_loads={8: 1}, max_spill_bytes=0)
+    return Case("write", f"{name} x {rows_per_block}", build, index_loads={8: 1})
 
 
 def build_write(view: PageView, target: Target, split: bool = False, num_rows: int = 8, gap: int = 0) -> Launch:
@@ -81,7 +100,7 @@ def gather_case(
         return build_gather(meta_view(row_format, rows_per_block, num_blocks=60_000 if large else 64), target, wraps)
 
     # Two ends of a sequence, its start, one step of the search, and a block id for each row that a lane meets.
-    return Case("gather", f"{name} x {rows_per_block}", build, {4: 4 + ACCESSES_PER_LANE}, max_spill_bytes=0)
+    return Case("gather", f"{name} x {rows_per_block}", build, {4: 4 + ACCESSES_PER_LANE})
 
 
 def build_gather(
@@ -100,7 +119,9 @@ def mla_case(name: str, num_heads: int, rows_per_block: int, row_format: RowForm
     def build(target: Target) -> Launch:
         return build_mla(meta_view(row_format, rows_per_block), target, num_heads, **options)
 
-    return Case("mla_decode", f"{name} x {rows_per_block}", build)
+    return Case(
+        "mla_decode", f"{name} x {rows_per_block}", build, max_spill_bytes=spill_limit(num_heads), wgmma=num_heads > 32
+    )
 
 
 def build_mla(
@@ -121,7 +142,9 @@ def gqa_case(name: str, num_heads: int, rows_per_block: int, row_format: RowForm
     def build(target: Target) -> Launch:
         return build_gqa(meta_view(row_format, rows_per_block), target, num_heads, **options)
 
-    return Case("gqa_decode", f"{name} x {rows_per_block}", build)
+    group = num_heads // row_format.parts[0].num_heads
+    limit = spill_limit(group)
+    return Case("gqa_decode", f"{name} x {rows_per_block}", build, max_spill_bytes=limit, wgmma=group > 32)
 
 
 def build_gqa(
@@ -188,19 +211,24 @@ CASES = (
     *(gather_case(name, row_format, rows) for name, (row_format, blocks) in MOVES.items() for rows in blocks),
     gather_case("latent 576, over 2 GiB", LATENT, 64, large=True),
     gather_case("kv 8x128 window", kv_format(8, 128), 16, wraps=True),
-    *(mla_case(f"{num_heads} heads", num_heads, 64) for num_heads in (16, 32, 128)),
-    mla_case("16 heads", 16, 1),
-    mla_case("128 heads", 128, 48),
-    mla_case("16 heads, one split", 16, 64, num_splits=1),
+    *(mla_case(f"{num_heads} heads", num_heads, 64) for num_heads in (16, 128)),
+    *thorough(
+        mla_case("32 heads", 32, 64),
+        mla_case("16 heads", 16, 1),
+        mla_case("128 heads", 128, 48),
+        mla_case("16 heads, one split", 16, 64, num_splits=1),
+    ),
     mla_case("16 heads fp32", 16, 64, latent_format(576, 512, FP32)),
     gqa_case("32/8 heads of 128", 32, 16, kv_format(8, 128)),
     gqa_case("32/8 of 128, window", 32, 48, kv_format(8, 128), window=4096),
     gqa_case("8/4 of 256, soft cap", 8, 16, kv_format(4, 256), soft_cap=50.0),
     gqa_case("64/1 of 128, packed", 64, 64, kv_format(1, 128, packed=True)),
     gqa_case("9/3 of 64 fp32", 9, 16, kv_format(3, 64, dtype=FP32)),
-    gqa_case("16/2 of 80", 16, 784, kv_format(2, 80)),
-    gqa_case("16/4 of 192/128", 16, 1, kv_format(4, 192, 128)),
-    gqa_case("8/1 of 576", 8, 64, kv_format(1, 576)),
+    *thorough(
+        gqa_case("16/2 of 80", 16, 784, kv_format(2, 80)),
+        gqa_case("16/4 of 192/128", 16, 1, kv_format(4, 192, 128)),
+        gqa_case("8/1 of 576", 8, 64, kv_format(1, 576)),
+    ),
     merge_case(512, 8),
     merge_case(128, 64),
     merge_case(80, 3),

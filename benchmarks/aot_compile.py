@@ -100,6 +100,8 @@ def _resource_usage(cubin: bytes) -> str:
 def read_ptx(text: str, usage: str, shared_bytes: int) -> Figures:
     """Figures out of PTX and `cuobjdump -res-usage`; a stack frame counts as spilled, for these kernels have no arrays.
 
+    What LLVM reserved of a frame and no instruction uses does not count.
+
     PTX, because ptxas keeps the widths it is given and disassembling takes longer than compiling.
     """
     resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
@@ -112,7 +114,10 @@ def read_ptx(text: str, usage: str, shared_bytes: int) -> Figures:
     products = re.findall(r"\b(mma|wgmma|tcgen05)\.(?=mma|sync)([\w.:]+)", text)
     matrix = Counter(" ".join([name, *re.findall(r"m\d+n\d+k\d+", modifiers)]) for name, modifiers in products)
     loads, stores = dict(counts["ld"]), dict(counts["st"])
-    return Figures(int(resources[1]), int(resources[2]), shared_bytes, loads, stores, _most_common(matrix))
+    frame = re.findall(r"\.local [^;\n]*__local_depot0\[(\d+)\]", text)
+    unused = int(frame[0]) if text.count("__local_depot") == 1 else 0
+    spilled = int(resources[2]) - unused
+    return Figures(int(resources[1]), spilled, shared_bytes, loads, stores, _most_common(matrix))
 
 
 def _ptx_width(modifiers: str) -> int:

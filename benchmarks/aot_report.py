@@ -42,7 +42,8 @@ class Result:
     case: str
     chip: str
     index_loads: Mapping[int, int] | None
-    max_spill_bytes: int | None = None
+    max_spill_bytes: int = 0
+    wgmma: bool = False
     figures: Figures = NO_FIGURES
     error: str = ""
 
@@ -64,17 +65,20 @@ def measure(result: Result) -> list[Measure]:
     name, figures = result.name, result.figures
     if result.error:
         return [Measure(name, "compile_errors", 1, "", target=0, ok=False)]
+    most_spilt = result.max_spill_bytes
     limit, accesses = SHARED_BYTES[result.chip], [*figures.loads, *figures.stores]
     measures = [
         Measure(name, "registers", figures.registers, ""),
+        Measure(name, "spill_bytes", figures.spill_bytes, "B", most_spilt, figures.spill_bytes <= most_spilt),
         Measure(name, "shared_bytes", figures.shared_bytes, "B", limit, figures.shared_bytes <= limit),
         Measure(name, "widest_access", max(accesses, default=0), "B"),
         Measure(name, "narrowest_access", min(accesses, default=0), "B"),
-        Measure(name, "matrix_instruction", figures.matrix, ""),
     ]
-    limit = result.max_spill_bytes
-    fits = None if limit is None else figures.spill_bytes <= limit
-    measures.append(Measure(name, "spill_bytes", figures.spill_bytes, "B", limit, fits))
+    if result.wgmma:
+        has_it = figures.matrix.startswith("wgmma")
+        measures.append(Measure(name, "matrix_instruction", figures.matrix, "", "wgmma", has_it))
+    else:
+        measures.append(Measure(name, "matrix_instruction", figures.matrix, ""))
     if result.index_loads is None:
         return measures
     narrowest = narrowest_row_access(result)

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.aot_cases import BF16, FP32, LATENT, Case, meta, meta_view, partials
+from benchmarks.aot_cases import BF16, FP32, LATENT, Case, meta, meta_view, partials, spill_limit, thorough
 from kvstore_kernels import RowFormat, latent_format
 from kvstore_kernels.launch import Launch, Target
 from kvstore_kernels.sparse import sparse_launch
@@ -37,13 +37,17 @@ def sparse_cases() -> list[Case]:
             "sparse_mla_decode",
             f"{name}, {num_heads} heads x {rows_per_block}",
             lambda target: build_sparse(row_format, rows_per_block, num_heads, target),
+            max_spill_bytes=spill_limit(num_heads),
+            wgmma=num_heads > 32,
         )
 
     return [
         case("576/512", LATENT, 64, 16),
-        case("576/512", LATENT, 64, 128),
         case("512/512", latent_format(512, 512, BF16), 2, 64),
-        case("576/512 fp32", latent_format(576, 512, FP32), 64, 16),
+        *thorough(
+            case("576/512", LATENT, 64, 128),
+            case("576/512 fp32", latent_format(576, 512, FP32), 64, 16),
+        ),
     ]
 
 

@@ -7,4 +7,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-torch.set_num_threads(2)
+# Files of tests run side by side, one per core; alone they take two.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many cells of the matrix were run."""
+    cells = [
+        report for report in terminalreporter.stats.get("passed", ()) if "test_matrix.py::test_cell[" in report.nodeid
+    ]
+    if cells:
+        terminalreporter.write_line(f"matrix: {len(cells)} cells of op x row format x shape class hold")

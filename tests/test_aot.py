@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks.aot_cases import Case
 from benchmarks.aot_compile import CHIPS, Figures, read_amdgcn, read_ptx
 from benchmarks.aot_registry import CASES
 from benchmarks.aot_report import Measure, Result, measure
+from kvstore_kernels.casts import CAST_CANDIDATES
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,7 +30,7 @@ def run_compiling(*arguments):
 
 @pytest.fixture(scope="module")
 def report():
-    done = run_compiling("-m", "benchmarks", "aot", "--json", "--jobs", "2")
+    done = run_compiling("-m", "benchmarks", "aot", "--quick", "--json", "--jobs", "2")
     assert done.returncode in (0, 1), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
 
@@ -41,7 +43,7 @@ def test_every_gate_holds(report):
 
 def test_every_case_is_measured_for_every_chip(report):
     lines, _ = report
-    names = [f"{case.kernel} {case.name} on {chip}" for case in CASES for chip in CHIPS]
+    names = names_of({case.kernel for case in CASES})
     for metric in (
         "registers",
         "spill_bytes",
@@ -51,16 +53,43 @@ def test_every_case_is_measured_for_every_chip(report):
         "matrix_instruction",
     ):
         assert sorted(line["case"] for line in lines if line["metric"] == metric) == sorted(names)
-    moves = {"write", "gather", "copy_blocks", "pack_blocks", "unpack_blocks"}
-    unspilt = moves | {"fill_blocks", "quant_write", "gather_dequantised", "read_rows"}
-    spill_gates = [line["case"] for line in lines if line["metric"] == "spill_bytes" and "ok" in line]
-    assert sorted(spill_gates) == sorted(names_of(unspilt))
+    moves = {"write", "write_layers", "gather", "copy_blocks", "pack_blocks", "unpack_blocks"}
     width_gates = [line["case"] for line in lines if line["metric"] == "narrowest_row_access"]
     assert sorted(width_gates) == sorted(names_of(moves))
 
 
+def test_only_tiles_of_many_heads_may_spill(report):
+    limits = {line["case"]: line["target"] for line in report[0] if line["metric"] == "spill_bytes"}
+    many = {case: limit for case, limit in limits.items() if limit}
+    assert set(many.values()) == {272, 512}
+    assert all(re.search(r"(32|64|128) heads| 64/1 of 128", case) for case in many), many
+    assert len(limits) == len(names_of(aot.KERNELS))
+
+
+def test_tiles_of_64_heads_use_wgmma_on_sm_90(report):
+    gates = [line for line in report[0] if line["metric"] == "matrix_instruction" and "ok" in line]
+    many = [case for case in CASES if case.wgmma and case.is_quick]
+    assert sorted(line["case"] for line in gates) == sorted(f"{case.kernel} {case.name} on sm_90" for case in many)
+    assert {case.kernel for case in many} == {"mla_decode", "gqa_decode", "sparse_mla_decode"}
+
+
 def names_of(kernels):
-    return [f"{case.kernel} {case.name} on {chip}" for case in CASES if case.kernel in kernels for chip in CHIPS]
+    cases = [case for case in CASES if case.kernel in kernels and case.is_quick]
+    return [f"{case.kernel} {case.name} on {chip}" for case in cases for chip in CHIPS if case.is_for(chip)]
+
+
+def test_the_quick_run_leaves_out_no_kernel_and_no_kind_of_gate():
+    left_out = [case for case in CASES if not case.is_quick]
+    kept = [case for case in CASES if case.is_quick]
+    assert {case.kernel for case in left_out} < {case.kernel for case in kept} == set(aot.KERNELS)
+    assert {(case.kernel, case.wgmma) for case in left_out} <= {(case.kernel, case.wgmma) for case in kept}
+
+
+def test_only_the_chips_cast_is_not_for_every_chip():
+    narrow = {(case.kernel, case.chips) for case in CASES if case.chips is not None}
+    candidates = tuple(chip for chip, target in CHIPS.items() if target.arch in CAST_CANDIDATES)
+    assert narrow == {("cast_check", candidates), ("quant_write", candidates)}
+    assert all("cast" in case.name for case in CASES if case.chips is not None)
 
 
 def test_lines_have_the_fields_of_every_benchmark(report):
@@ -72,6 +101,7 @@ def test_lines_have_the_fields_of_every_benchmark(report):
         "spill_bytes",
         "shared_bytes",
         "narrowest_row_access",
+        "matrix_instruction",
         "variants",
     }
 
@@ -85,7 +115,7 @@ from benchmarks.aot_report import Result, measure
 for chip in ("sm_90", "gfx942"):
     for gap in (1, 8):
         figures = compile_launch(build_write(meta_view(LATENT, 64), CHIPS[chip], gap=gap), CHIPS[chip])
-        measures = measure(Result("write", "narrow", chip, {8: 1}, 0, figures))
+        measures = measure(Result("write", "narrow", chip, {8: 1}, 0, False, figures))
         print(json.dumps([chip, gap, *((m.value, m.ok) for m in measures if m.metric == "narrowest_row_access")]))
 """
 
@@ -104,12 +134,11 @@ def test_a_kernel_with_narrow_accesses_is_rejected():
 GOOD = Figures(registers=20, spill_bytes=0, shared_bytes=0, loads={8: 1, 16: 2}, stores={16: 1}, matrix="")
 
 
-def verdicts(**changes):
+def verdicts(wgmma=False, **changes):
     """The metrics that miss their gate when a good write's figures are doctored."""
     figures = Figures(**{**{name: getattr(GOOD, name) for name in Figures.__slots__}, **changes})
-    return [
-        each.metric for each in measure(Result("write", "doctored", "sm_90", {8: 1}, 0, figures)) if each.ok is False
-    ]
+    result = Result("write", "doctored", "sm_90", {8: 1}, 0, wgmma, figures)
+    return [each.metric for each in measure(result) if each.ok is False]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +154,8 @@ def verdicts(**changes):
         ({"loads": {8: 2, 16: 1}}, ["narrowest_row_access"]),
         ({"loads": {8: 1, 4: 1, 16: 1}}, ["narrowest_row_access"]),
         ({"loads": {8: 1}}, ["narrowest_row_access"]),
+        ({"wgmma": True, "matrix": "mma m16n8k16"}, ["matrix_instruction"]),
+        ({"wgmma": True, "matrix": "wgmma m64n64k16"}, []),
     ],
     ids=str,
 )
@@ -161,6 +192,18 @@ def test_accesses_in_ptx():
         4096,
     )
     assert figures == Figures(255, 272, 4096, {8: 1, 16: 2, 4: 2}, {16: 1, 1: 1}, "wgmma m64n64k16")
+
+
+@pytest.mark.parametrize(
+    ("text", "spilled"),
+    [
+        (".local .align 1 .b8 \t__local_depot0[16];", 16),
+        (".local .align 1 .b8 \t__local_depot0[16];\nmov.b64 %SPL, __local_depot0;", 32),
+        ("", 32),
+    ],
+)
+def test_a_frame_that_no_instruction_uses_is_no_spill(text, spilled):
+    assert read_ptx(text, "Function k: REG:64 STACK:32 SHARED:0", 0).spill_bytes == spilled
 
 
 def test_accesses_in_amd_assembly():

@@ -209,7 +209,7 @@ def test_no_tile_is_offered_that_does_not_fit_a_chip(arch: int | str, element_by
             for latent_dim, value_dim in ((576, 512), (320, 256), (512, 512), (9, 5))
             for rows_per_block in (1, 16, 48, 64, 784)
         ] + [
-            (key_dim + value_dim, key_value_tile(target, num_heads, key_dim, value_dim, element_bytes))
+            (key_dim + value_dim, key_value_tile(target, num_heads, key_dim, value_dim, element_bytes, 16))
             for key_dim, value_dim in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
         ]
         for row_width, tile in tiles:

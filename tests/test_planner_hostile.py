@@ -185,7 +185,6 @@ def test_resealed_nonsense_is_refused(plan):
         lambda plan: replace(plan, placements={"a": 5}, fingerprint=""),
         lambda plan: replace(plan, uncached=("x",), aliases={"x": "a"}, fingerprint=""),
     ],
-    ids=str,
 )
 def test_mistakes_are_plan_errors(plan, call):
     with pytest.raises(k.PlanError):

@@ -128,7 +128,8 @@ def test_bad_slots(slots, error, message, backend):
 @pytest.mark.parametrize(
     ("scales", "error", "message"),
     [
-        (0.5, TypeError, "row_scales: expected a tuple of numbers or tensors, got float"),
+        (0.5, ValueError, "row_scales: expected one for each of k, v .*, got 1"),
+        ("1", TypeError, "row_scales: expected a number, a tensor or a tuple of them, got str"),
         ((0.5,), ValueError, "row_scales: expected one for each of k, v .*, got 1"),
         ((0.5, "1"), TypeError, "row_scales of v: expected a number or an fp32 tensor, got str"),
         ((0.5, True), TypeError, "row_scales of v: expected a number or an fp32 tensor, got bool"),

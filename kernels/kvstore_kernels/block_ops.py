@@ -1,18 +1,24 @@
-"""The public ops on whole blocks, and the slots of new rows: each picks its backend and calls it.
+"""The public ops on all layers of a group, and the slots of new rows: each picks its backend and calls it.
 
-Triton and the torch reference have one signature. The ops on blocks take the layers of one group at once, as views or
-as the `LayerTable` made of them once: with a table, a call makes no tensor on the host and waits for nothing.
+Triton and the torch reference have one signature. The ops take the layers of one group at once, as views or as the
+`LayerTable` made of them once: with a table, a call makes no tensor on the host and waits for nothing.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvstore_kernels import copy, fill, launch, pack, slots
+from kvstore_kernels import copy, fill, launch, pack, quant_write, slots, write
 from kvstore_kernels.checks import expect_shape
+from kvstore_kernels.choice import OPS, scale_tensors
 from kvstore_kernels.copy import Layers, LayerTable, layer_table
+from kvstore_kernels.index_checks import check_ids, looks_at_indices
 from kvstore_kernels.launch import resolve_backend
+from kvstore_kernels.library import layer_args
+from kvstore_kernels.quant_rules import RowScale
 from kvstore_kernels.reference import blocks as reference_blocks
+from kvstore_kernels.reference import layers as reference_layers
 from kvstore_kernels.reference import slots as reference_slots
 
 
@@ -31,7 +37,13 @@ def copy_blocks(views: Layers, src: torch.Tensor, dst: torch.Tensor, *, backend:
 
     Raises: ValueError / TypeError that name the argument, what was expected and what came, before anything is written.
     """
-    table = layer_table(views)
+    table = _table(views)
+    if torch.compiler.is_compiling():
+        OPS.copy_blocks(*layer_args(table), src, dst, resolve_backend(backend, table.device))
+        return
+    if looks_at_indices():
+        check_ids("src", src, table.num_blocks, what="block")
+        check_ids("dst", dst, table.num_blocks, what="block", written=True)
     _pick(backend, table, copy).copy_blocks(table, src, dst)
 
 
@@ -46,7 +58,12 @@ def fill_blocks(views: Layers, block_ids: torch.Tensor, value: int, *, backend: 
 
     Raises: as `copy_blocks`.
     """
-    table = layer_table(views)
+    table = _table(views)
+    if torch.compiler.is_compiling():
+        OPS.fill_blocks(*layer_args(table), block_ids, value, resolve_backend(backend, table.device))
+        return
+    if looks_at_indices():
+        check_ids("block_ids", block_ids, table.num_blocks, what="block")
     _pick(backend, table, fill).fill_blocks(table, block_ids, value)
 
 
@@ -65,7 +82,14 @@ def pack_blocks(
 
     Raises: as `copy_blocks`.
     """
-    table = layer_table(views)
+    table = _table(views)
+    if torch.compiler.is_compiling():
+        shape = (block_ids.shape[0], table.packed_bytes)
+        out = block_ids.new_empty(shape, dtype=torch.uint8) if out is None else out
+        OPS.pack_blocks(*layer_args(table), block_ids, out, resolve_backend(backend, table.device))
+        return out
+    if looks_at_indices():
+        check_ids("block_ids", block_ids, table.num_blocks, what="block")
     packed: torch.Tensor = _pick(backend, table, pack).pack_blocks(table, block_ids, out)
     return packed
 
@@ -84,8 +108,51 @@ def unpack_blocks(views: Layers, block_ids: torch.Tensor, packed: torch.Tensor, 
 
     Raises: as `copy_blocks`.
     """
-    table = layer_table(views)
+    table = _table(views)
+    if torch.compiler.is_compiling():
+        OPS.unpack_blocks(*layer_args(table), block_ids, packed, resolve_backend(backend, table.device))
+        return
+    if looks_at_indices():
+        check_ids("block_ids", block_ids, table.num_blocks, what="block", written=True)
     _pick(backend, table, pack).unpack_blocks(table, block_ids, packed)
+
+
+def write_layers(
+    views: Layers,
+    slot_mapping: torch.Tensor,
+    *parts: torch.Tensor,
+    row_scales: RowScale | Sequence[RowScale] | None = None,
+    backend: str | None = None,
+) -> None:
+    """Writes one row per slot into every layer, in one launch: what `write_rows` does layer by layer.
+
+    Args:
+        views: layers of one row format and of equally many rows in a block; otherwise as `copy_blocks`.
+        slot_mapping: int64 [num_rows], the slots in every layer, or [num_layers, num_rows], those of each. Slots as
+            `write_rows`.
+        parts: the tensors of `write_rows` with one axis more in front: [num_layers, at least num_rows, num_heads,
+            head_dim], or flattened to three axes. The strides of layers and rows are free; 0 gives every layer the
+            same rows.
+        row_scales: as `write_rows`; an fp32 tensor may also be [num_layers], a scale for each layer.
+        backend: as `copy_blocks`.
+
+    Raises: as `write_rows`; what is wrong in one layer is said in the words of a write into it.
+    """
+    table = _table(views)
+    first = table.views[0]
+    if not first.format.quantised and row_scales is not None:
+        raise ValueError(f"row_scales: rows of format {first.format.name!r} have none, got {row_scales!r}")
+    if torch.compiler.is_compiling():
+        scales, chosen = scale_tensors(row_scales, first.memory), resolve_backend(backend, table.device)
+        OPS.write_layers(*layer_args(table), slot_mapping, parts, scales, chosen)
+        return
+    if looks_at_indices():
+        check_ids("slot_mapping", slot_mapping, first.num_slots, what="slot", written=True)
+    if not first.format.quantised:
+        _pick(backend, table, write, reference_layers).write_layers(table, slot_mapping, *parts)
+        return
+    module = _pick(backend, table, quant_write, reference_layers)
+    module.write_layers(table, slot_mapping, *parts, row_scales=row_scales)
 
 
 def compute_slot_mapping(
@@ -122,16 +189,30 @@ def compute_slot_mapping(
     Raises: as `copy_blocks`.
     """
     expect_shape("block_table", block_table, (None, None))
-    chosen: Any = reference_slots if resolve_backend(backend, block_table.device) == "reference" else slots
+    name = resolve_backend(backend, block_table.device)
+    if torch.compiler.is_compiling():
+        out = torch.empty_like(positions, dtype=torch.int64) if out is None else out
+        made = (block_table, positions, seq_idx, block_size, tokens_per_row, rows_per_block, wraps, out)
+        OPS.compute_slot_mapping(*made, name)
+        return out
+    if looks_at_indices():
+        check_ids("seq_idx", seq_idx, block_table.shape[0], what="sequence")
+    chosen: Any = reference_slots if name == "reference" else slots
     result: torch.Tensor = chosen.compute_slot_mapping(
         block_table, positions, seq_idx, block_size, tokens_per_row, rows_per_block, wraps, out
     )
     return result
 
 
-def _pick(backend: str | None, table: LayerTable, triton_module: Any) -> Any:
+def _table(views: Layers) -> LayerTable:
+    if torch.compiler.is_compiling() and not isinstance(views, LayerTable):
+        raise TypeError(f"views: expected a LayerTable inside torch.compile, got {type(views).__name__}")
+    return layer_table(views)
+
+
+def _pick(backend: str | None, table: LayerTable, triton_module: Any, reference_module: Any = reference_blocks) -> Any:
     if resolve_backend(backend, table.device) == "reference":
-        return reference_blocks
+        return reference_module
     if launch.INTERPRETED and table.device.type != "cpu":
         # The interpreter brings tensors to the host, but it cannot bring what the addresses in a table name.
         raise ValueError(f"backend: expected layers on cpu under Triton's interpreter, got them on {table.device}")

@@ -1,4 +1,4 @@
-"""Checks shared by launchers and references, and the two integer roundings everything uses."""
+"""Checks shared by launchers and references, and the integer roundings everything uses."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,11 @@ def cdiv(numerator: int, denominator: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is >= value."""
     return cdiv(value, multiple) * multiple
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two >= value, which is at least 1; Triton's own takes 15 us."""
+    return 1 << (value - 1).bit_length()
 
 
 def expect_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:

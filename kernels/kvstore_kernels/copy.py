@@ -6,7 +6,9 @@ entries of a table, one line for each layer; units are 16 bytes:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,7 +30,19 @@ MAX_LAYERS = MAX_TILES = 65_535
 """What a grid has room for on its second and third axis."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_handles = count(1)
+_tables: "WeakValueDictionary[int, LayerTable]" = WeakValueDictionary()
+
+
+def table_of_handle(handle: int) -> "LayerTable":
+    """The table with that handle. Raises: ValueError when there is none any more."""
+    try:
+        return _tables[handle]
+    except KeyError:
+        raise ValueError(f"layers: expected the handle of a LayerTable that is alive, got {handle}") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerTable:
     """The layers of one group, described on their device, so that one launch serves them all.
 
@@ -43,6 +57,10 @@ class LayerTable:
     entries: torch.Tensor = field(init=False, repr=False)  # [num_layers, 4] int64, see the module's picture
     packed_bytes: int = field(init=False)
     """Bytes of one block's pages, one layer behind the other."""
+    handle: int = field(init=False, repr=False)
+    """The number by which torch's ops find the table again."""
+    is_uniform: bool = field(init=False)
+    """Whether all layers have one row format and equally many rows in a block: what writes of rows ask for."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.views, tuple):
@@ -68,10 +86,17 @@ class LayerTable:
                 )
             address = view.memory.data_ptr() + view.offset_bytes
             counts = (view.block_stride_bytes, view.page_bytes, packed_bytes)
-            entries.append([address, *(count // ALIGNMENT_BYTES for count in counts)])
+            entries.append([address, *(num_bytes // ALIGNMENT_BYTES for num_bytes in counts)])
             packed_bytes += view.page_bytes
         object.__setattr__(self, "entries", torch.tensor(entries, dtype=torch.int64, device=self.device))
         object.__setattr__(self, "packed_bytes", packed_bytes)
+        object.__setattr__(self, "handle", next(_handles))
+        _tables[self.handle] = self
+        first = self.views[0]
+        is_uniform = all(
+            view.rows_per_block == first.rows_per_block and view.format == first.format for view in self.views
+        )
+        object.__setattr__(self, "is_uniform", is_uniform)
 
     @property
     def num_blocks(self) -> int:

@@ -8,6 +8,8 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
+from kvstore_kernels.checks import next_power_of_2
+
 BACKENDS = ("triton", "reference")
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -75,5 +77,5 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
 
 def lanes_of_16_bytes(num_bytes: int, target: Target, max_warps: int = 16) -> int:
     """The number of warps with which a tile of `num_bytes` gives each lane 16 bytes: a power of two."""
-    lanes: int = triton.next_power_of_2(num_bytes) // 16
+    lanes = next_power_of_2(num_bytes) // 16
     return max(1, min(max_warps, lanes // target.warp_size))

@@ -18,10 +18,14 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements that a caller's tensor and a record have in common: a whole row of the tensor."""
+    """The elements that a caller's tensor and a record have in common: a whole row of the tensor.
+
+    `layer_stride`: the elements to the same piece of the next layer, in a launch over several.
+    """
 
     rows: torch.Tensor  # [num_rows, width] integers of the element size; elements of a row contiguous, row stride free
     area: int
+    layer_stride: int = 0
 
     @property
     def width(self) -> int:
@@ -34,9 +38,14 @@ class Piece:
         return self.rows.element_size()
 
     def stride_and_unit(self) -> tuple[int, int]:
-        """The row stride as a count and the elements it counts: 16 bytes where the stride is a multiple of them."""
+        """The row stride as a count and the elements it counts: 16 bytes where both strides are multiples of them."""
         stride, unit = self.rows.stride(0), ALIGNMENT_BYTES // self.element_bytes
-        return (stride // unit, unit) if stride % unit == 0 else (stride, 1)
+        return (stride // unit, unit) if stride % unit == self.layer_stride % unit == 0 else (stride, 1)
+
+    @property
+    def layer_stride_units(self) -> int:
+        """The layer stride as a count of the same elements."""
+        return self.layer_stride // self.stride_and_unit()[1]
 
 
 def as_bits(tensor: torch.Tensor, element_bytes: int) -> torch.Tensor:
@@ -50,7 +59,7 @@ def expect_movable(view: PageView) -> None:
     """Raises: TypeError when `view` is no PageView, ValueError when its rows are no one or two plain parts."""
     if not isinstance(view, PageView):
         raise TypeError(f"view: expected a PageView, got {type(view).__name__}")
-    if not _is_movable(view.format):
+    if not is_movable(view.format):
         raise ValueError(
             "view: expected a format of one or two dense parts of one element size, the second right behind the first "
             f"or alone in area 1, got {view.format}"
@@ -180,7 +189,8 @@ def _nope_and_rope(row_format: RowFormat) -> tuple[RowPart, RowPart] | None:
     return nope, rope
 
 
-def _is_movable(row_format: RowFormat) -> bool:
+def is_movable(row_format: RowFormat) -> bool:
+    """Whether rows are moved bit for bit: one or two dense parts, the second right behind the first or alone."""
     first, *rest = row_format.parts
     num_areas = len(row_format.area_pitches)
     if not all(part.is_dense for part in row_format.parts):

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 
-from kvstore_kernels.checks import cdiv, expect_device, expect_dtype, expect_int, expect_shape
+from kvstore_kernels.checks import cdiv, expect_device, expect_dtype, expect_int, expect_shape, next_power_of_2
 from kvstore_kernels.formats import ROW_DTYPES, Quantised, RowFormat, RowPart, dtype_name
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.pieces import Piece, expect_index
@@ -84,7 +83,7 @@ class ValuePart:
     @property
     def tile_values(self) -> int:
         """Values of one row in a tile of powers of two."""
-        return int(triton.next_power_of_2(self.num_heads) * triton.next_power_of_2(self.head_values))
+        return next_power_of_2(self.num_heads) * next_power_of_2(self.head_values)
 
 
 def value_parts(view: PageView, *, quantised: bool) -> tuple[ValuePart, ...]:
@@ -161,7 +160,7 @@ def expect_tables(
 
 
 def expect_scales(
-    view: PageView, parts: Sequence[ValuePart], row_scales: RowScales | None
+    view: PageView, parts: Sequence[ValuePart], row_scales: RowScales | torch.Tensor | float | None
 ) -> tuple[torch.Tensor | float, ...]:
     """For every part its scale outside the cache: a float, or an fp32 tensor of one element; 1.0 where there is none.
 
@@ -170,8 +169,10 @@ def expect_scales(
     outside = [part.part.name for part in parts if part.scale_kind == "outside"]
     if row_scales is None:
         return (1.0,) * len(parts)
+    if isinstance(row_scales, torch.Tensor | numbers.Real):
+        row_scales = (row_scales,)
     if not isinstance(row_scales, tuple | list):
-        raise TypeError(f"row_scales: expected a tuple of numbers or tensors, got {type(row_scales).__name__}")
+        raise TypeError(f"row_scales: expected a number, a tensor or a tuple of them, got {type(row_scales).__name__}")
     if len(row_scales) != len(outside):
         which = f"one for each of {', '.join(outside)}" if outside else "None, for the scales lie in the rows"
         raise ValueError(f"row_scales: expected {which} (format {view.format.name!r}), got {len(row_scales)}")
@@ -204,20 +205,31 @@ def value_outputs(
     """
     if dtype not in ROW_DTYPES:
         raise ValueError(f"dtype: expected {' or '.join(map(str, ROW_DTYPES))}, got {dtype}")
-    joined: dict[int, list[ValuePart]] = {}
-    for part in parts:
-        joined.setdefault(part.output, []).append(part)
-    shapes = [(num_rows, group[0].part.num_heads, _head_dim(group)) for group in joined.values()]
+    joined = _by_output(parts)
+    shapes = [(num_rows, group[0].part.num_heads, _head_dim(group)) for group in joined]
     if out is None:
         return tuple(torch.empty(shape, dtype=dtype, device=view.device) for shape in shapes)
     if not isinstance(out, tuple | list):
         raise TypeError(f"out: expected a tuple of tensors, got {type(out).__name__}")
-    names = [" and ".join(part.part.name for part in group) for group in joined.values()]
+    names = [" and ".join(part.part.name for part in group) for group in joined]
     if len(out) != len(shapes):
         raise ValueError(f"out: expected one tensor for each of {', '.join(names)}, got {len(out)}")
     for name, shape, tensor in zip(names, shapes, out, strict=True):
         _expect_output(f"out of {name}", shape, dtype, tensor, view.device)
     return tuple(out)
+
+
+def value_shapes(view: PageView, num_rows: int) -> list[tuple[int, int, int]]:
+    """The shapes of the tensors that a read of that many rows fills. Raises: as `value_parts`."""
+    joined = _by_output(value_parts(view, quantised=False))
+    return [(num_rows, group[0].part.num_heads, _head_dim(group)) for group in joined]
+
+
+def _by_output(parts: Sequence[ValuePart]) -> list[list[ValuePart]]:
+    joined: dict[int, list[ValuePart]] = {}
+    for part in parts:
+        joined.setdefault(part.output, []).append(part)
+    return list(joined.values())
 
 
 def _head_dim(group: Sequence[ValuePart]) -> int:

@@ -12,6 +12,7 @@ import torch
 from kvstore_kernels.checks import expect_device, expect_dtype, expect_shape
 from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, Quantised, RowFormat, RowPart
 from kvstore_kernels.pages import PageView
+from kvstore_kernels.pieces import expect_index
 
 FP8 = torch.float8_e4m3fn
 QMAX: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, FP8: 448.0})
@@ -57,7 +58,8 @@ HEAD_NAMES = ("int8_token_head", "fp8_token_head")
 class QuantPiece:
     """Columns of a row out of one tensor of the caller, and the part of the record that they become.
 
-    `first_element` is where in the part they begin. `entry` is None for columns without a scale.
+    `first_element` is where in the part they begin. `entry` is None for columns without a scale. `layer_stride`: the
+    elements to the same columns of the next layer, in a launch over several.
     """
 
     rows: torch.Tensor  # [>= num_rows, num_heads * width] bf16, fp16 or fp32; a row contiguous, any stride between rows
@@ -65,11 +67,17 @@ class QuantPiece:
     entry: Quantised | None
     width: int
     first_element: int = 0
+    layer_stride: int = 0
 
     def stride_and_unit(self) -> tuple[int, int]:
-        """The row stride as a count and the elements it counts: 16 bytes where the stride is a multiple of them."""
+        """The row stride as a count and the elements it counts: 16 bytes where both strides are multiples of them."""
         stride, unit = self.rows.stride(0), ALIGNMENT_BYTES // self.rows.element_size()
-        return (stride // unit, unit) if stride % unit == 0 else (stride, 1)
+        return (stride // unit, unit) if stride % unit == self.layer_stride % unit == 0 else (stride, 1)
+
+    @property
+    def layer_stride_units(self) -> int:
+        """The layer stride as a count of the same elements."""
+        return self.layer_stride // self.stride_and_unit()[1]
 
 
 def expect_quantised(view: PageView) -> None:
@@ -133,12 +141,15 @@ def quant_pieces(view: PageView, tensors: Sequence[torch.Tensor], num_rows: int)
 
 
 def row_scale_of(
-    row_format: RowFormat, row_scales: RowScale | Sequence[RowScale] | None, device: torch.device
+    row_format: RowFormat,
+    row_scales: RowScale | Sequence[RowScale] | None,
+    device: torch.device,
+    num_layers: int | None = None,
 ) -> dict[str, RowScale]:
     """The scale outside the cache of every part that has one, by the part's name.
 
     Raises: ValueError or TypeError unless `row_scales` is None (1.0), or one float or fp32 tensor of one element for
-        each such part; without such parts it must be None.
+        each such part, or of [num_layers] where there are layers; without such parts it must be None.
     """
     names = [entry.values for entry in row_format.quantised if entry.scales is None]
     if row_scales is None:
@@ -151,10 +162,10 @@ def row_scale_of(
     for name, scale in zip(names, entries, strict=True):
         where = f"row_scales of {name}"
         if isinstance(scale, torch.Tensor):
-            expect_dtype(where, scale, torch.float32)
-            expect_device(where, scale, device)
-            if scale.numel() != 1:
-                raise ValueError(f"{where}: expected a tensor of one element, got shape {list(scale.shape)}")
+            expect_index(where, scale, torch.float32, device)
+            if scale.numel() != 1 and scale.shape != (num_layers,):
+                wanted = "of one element" if num_layers is None else f"of one element or of [{num_layers}]"
+                raise ValueError(f"{where}: expected a tensor {wanted}, got shape {list(scale.shape)}")
         elif isinstance(scale, bool) or not isinstance(scale, (float, int)):
             raise TypeError(f"{where}: expected a float or a torch.Tensor, got {type(scale).__name__}")
         elif not 0 < scale < float("inf"):

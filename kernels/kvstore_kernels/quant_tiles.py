@@ -5,6 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kvstore_kernels.checks import next_power_of_2
 from kvstore_kernels.codec import bf16_bits, decode_e4m3, decode_ue8m0
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.quant_reads import ValuePart
@@ -199,8 +200,8 @@ def part_constexprs(view: PageView, part: ValuePart) -> dict[str, Any]:
         "HEAD_PITCH": where.pitch_bytes // size,
         "PER_ELEMENT": part.values_per_element,
         "COLUMN": part.column,
-        "TILE_HEADS": triton.next_power_of_2(part.num_heads),
-        "TILE_ELEMENTS": triton.next_power_of_2(part.head_elements),
+        "TILE_HEADS": next_power_of_2(part.num_heads),
+        "TILE_ELEMENTS": next_power_of_2(part.head_elements),
         "SCALE_KIND": part.scale_kind,
     }
     scales = part.scales
@@ -209,7 +210,7 @@ def part_constexprs(view: PageView, part: ValuePart) -> dict[str, Any]:
         return described | {f"SCALE_{name}": 1 for name in names} | {"TILE_SCALES": 1}
     size, pitch = scales.dtype.itemsize, view.format.area_pitches[scales.area]
     start = view.format.area_offset_bytes(scales.area, view.rows_per_block) + scales.offset_bytes
-    tile = triton.next_power_of_2(scales.head_dim)
+    tile = next_power_of_2(scales.head_dim)
     # Bytes behind the scales in the same record are read along where that leaves no part of an access unwanted.
     fits = part.num_heads == 1 and scales.offset_bytes + tile * size <= pitch
     return described | {

@@ -7,26 +7,27 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstore_kernels.checks import cdiv
+from kvstore_kernels.casts import encode_fp8, hardware_cast_of
+from kvstore_kernels.checks import cdiv, next_power_of_2
 from kvstore_kernels.codec import (
     bf16_bits,
     decode_e4m3,
     encode_e2m1,
-    encode_e4m3,
     finite_amax,
     load_float,
     power_of_two,
     scale_exponent,
 )
+from kvstore_kernels.copy import Layers, LayerTable, layer_table
 from kvstore_kernels.formats import ALIGNMENT_BYTES
 from kvstore_kernels.launch import Launch, Target, current_target, lanes_of_16_bytes
+from kvstore_kernels.layers import LayerSteps, first_layer, layer_args, load_pages
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.pieces import expect_slots
-from kvstore_kernels.quant_codes import e2m1_exponent, encode_int8, load_bf16_bits, locate, pack_pairs, store_bytes
+from kvstore_kernels.quant_codes import e2m1_exponent, load_bf16_bits, locate, pack_pairs, store_bytes
+from kvstore_kernels.quant_heads import NOT_SPECIALISED, head_constexprs, heads_kernel, scale_args
 from kvstore_kernels.quant_rules import (
     HEAD_NAMES,
-    HEAD_SCALE_FLOOR,
-    QMAX,
     TILE_RULES,
     QuantPiece,
     RowScale,
@@ -36,20 +37,12 @@ from kvstore_kernels.quant_rules import (
 )
 from kvstore_kernels.tiles import page_start
 
-NOT_SPECIALISED = [
-    "first_stride",
-    "second_stride",
-    "offset_units",
-    "block_stride_units",
-    "num_slots",
-    "num_rows",
-]
-
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _tiles_kernel(
-    memory_ptr,  # [num_bytes] uint8
-    slot_mapping_ptr,  # [num_rows] int64
+    memory_ptr,  # [num_bytes] uint8; None where there are layers
+    layers_ptr,  # [num_layers, 4] int64, a LayerTable; None: one view
+    slot_mapping_ptr,  # [num_rows] int64, of layers slot_layer_stride apart
     first_ptr,  # [num_rows, VALUES], rows first_stride * FIRST_UNIT elements apart
     second_ptr,  # [num_rows, TAIL] columns without a scale; None where the format has none
     first_stride: tl.int64,
@@ -58,6 +51,9 @@ def _tiles_kernel(
     block_stride_units: tl.int64,
     num_slots: tl.int64,
     num_rows: tl.int64,
+    slot_layer_stride: tl.int64,
+    first_layer_stride: tl.int64,
+    second_layer_stride: tl.int64,
     ROWS_PER_BLOCK: tl.constexpr,
     VALUES: tl.constexpr,
     QUANT_TILE: tl.constexpr,
@@ -75,9 +71,17 @@ def _tiles_kernel(
     TAIL_BYTES: tl.constexpr,  # of one element: 2 for bf16, 1 for e4m3
     FIRST_UNIT: tl.constexpr,
     SECOND_UNIT: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,  # None: the codec encodes e4m3, otherwise the chip's cast
     TOKENS: tl.constexpr,
 ):
-    """Program = TOKENS rows: codes and scales of their tiles, then the columns that have no scale."""
+    """Program = TOKENS rows, or (TOKENS rows, 1, layer): codes and scales of tiles, then columns without a scale."""
+    if layers_ptr is not None:
+        layer_idx = tl.program_id(2).to(tl.int64)
+        slot_mapping_ptr += layer_idx * slot_layer_stride.to(tl.int64)
+        first_ptr += layer_idx * first_layer_stride.to(tl.int64) * FIRST_UNIT
+        if TAIL > 0:
+            second_ptr += layer_idx * second_layer_stride.to(tl.int64) * SECOND_UNIT
+        memory_ptr, block_stride_units = load_pages(layers_ptr, layer_idx, tl.uint8)
     rows, keep, block_ids, rows_in_block = locate(slot_mapping_ptr, num_rows, num_slots, ROWS_PER_BLOCK, TOKENS)
     pages = page_start(block_ids, offset_units, block_stride_units, 1)
     records = pages + rows_in_block * PITCH
@@ -91,7 +95,7 @@ def _tiles_kernel(
         values = (bf16_bits(values).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     amax = finite_amax(values, 2)
     if ENCODING == "e4m3":
-        scale_codes = encode_e4m3(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125))
+        scale_codes = encode_fp8(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125), HARDWARE_CAST)
         values = tl.div_rn(values, decode_e4m3(scale_codes)[:, :, None])
     else:
         exponents = e2m1_exponent(amax, LEAST) if PACKED else scale_exponent(amax, LEAST)
@@ -106,7 +110,7 @@ def _tiles_kernel(
         pair_mask = keep[:, None, None] & (pairs < VALUES // 2)[None]
         tl.store(memory_ptr + records[:, None, None] + pairs[None], codes, mask=pair_mask)
     else:
-        tl.store(memory_ptr + records[:, None, None] + columns[None], encode_e4m3(values), mask=mask)
+        tl.store(memory_ptr + records[:, None, None] + columns[None], encode_fp8(values, HARDWARE_CAST), mask=mask)
 
     scale_records = memory_ptr + (pages + SCALE_START + rows_in_block * SCALE_PITCH)
     if ENCODING == "fp32" or ENCODING == "fp32_pow2":
@@ -129,92 +133,11 @@ def _tiles_kernel(
         tails += (rows_in_block * PITCH + TAIL_START) // TAIL_BYTES
         tail_elements = tails[:, None] + tail[None, :]
         if TAIL_BYTES == 1:
-            tl.store(memory_ptr + tail_elements, encode_e4m3(load_float(tail_source, tail_mask)), mask=tail_mask)
+            codes = encode_fp8(load_float(tail_source, tail_mask), HARDWARE_CAST)
+            tl.store(memory_ptr + tail_elements, codes, mask=tail_mask)
         else:
             bf16_ptr = memory_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
             tl.store(bf16_ptr + tail_elements, load_bf16_bits(tail_source, tail_mask), mask=tail_mask)
-
-
-@triton.jit
-def _write_heads(
-    memory_ptr,
-    source_ptr,
-    source_starts,
-    records,
-    keep,
-    row_scale,
-    WIDTH: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    QMAX: tl.constexpr,
-    FLOOR: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One head of one part of TOKENS rows: codes of value / scale; SCALE_OFFSET 0: `row_scale` is the scale."""
-    columns = tl.arange(0, TILE)
-    mask = keep[:, None] & (columns < WIDTH)[None, :]
-    values = load_float(source_ptr + source_starts[:, None] + columns[None, :], mask)
-    if SCALE_OFFSET == 0:
-        values = tl.div_rn(values, row_scale)
-    else:
-        scales = tl.maximum(tl.div_rn(finite_amax(values, 1), QMAX), FLOOR)
-        values = tl.div_rn(values, scales[:, None])
-        scale_ptrs = (memory_ptr + (records + SCALE_OFFSET)).to(tl.pointer_type(tl.float32), bitcast=True)
-        tl.store(scale_ptrs, scales, mask=keep)
-    codes = encode_int8(values) if QMAX == 127.0 else encode_e4m3(values)
-    tl.store(memory_ptr + records[:, None] + columns[None, :], codes, mask=mask)
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALISED)
-def _heads_kernel(
-    memory_ptr,  # [num_bytes] uint8
-    slot_mapping_ptr,  # [num_rows] int64
-    first_ptr,  # [num_rows, num_heads * FIRST_WIDTH], rows first_stride * FIRST_UNIT elements apart
-    second_ptr,  # [num_rows, num_heads * SECOND_WIDTH]; None where a row has one piece
-    first_scale,  # fp32, or a pointer to one; None where the scales lie in the rows
-    second_scale,
-    first_stride: tl.int64,
-    second_stride: tl.int64,
-    offset_units: tl.int64,
-    block_stride_units: tl.int64,
-    num_slots: tl.int64,
-    num_rows: tl.int64,
-    ROWS_PER_BLOCK: tl.constexpr,
-    FIRST_WIDTH: tl.constexpr,
-    SECOND_WIDTH: tl.constexpr,
-    FIRST_START: tl.constexpr,  # in bytes of the page
-    SECOND_START: tl.constexpr,
-    FIRST_PITCH: tl.constexpr,
-    SECOND_PITCH: tl.constexpr,
-    HEAD_PITCH: tl.constexpr,
-    FIRST_UNIT: tl.constexpr,
-    SECOND_UNIT: tl.constexpr,
-    FIRST_SCALE_LOADED: tl.constexpr,
-    SECOND_SCALE_LOADED: tl.constexpr,
-    SCALED_INSIDE: tl.constexpr,
-    QMAX: tl.constexpr,
-    FLOOR: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Program = TOKENS rows of one head (of whole rows, where one scale serves all): first piece, then second."""
-    rows, keep, block_ids, rows_in_block = locate(slot_mapping_ptr, num_rows, num_slots, ROWS_PER_BLOCK, TOKENS)
-    head = tl.program_id(1).to(tl.int64)
-    heads = page_start(block_ids, offset_units, block_stride_units, 1) + head * HEAD_PITCH
-    if FIRST_SCALE_LOADED:
-        first_scale = tl.load(first_scale)
-    starts = rows * first_stride.to(tl.int64) * FIRST_UNIT + head * FIRST_WIDTH
-    records = heads + FIRST_START + rows_in_block * FIRST_PITCH
-    FIRST_SCALE: tl.constexpr = FIRST_WIDTH if SCALED_INSIDE else 0
-    _write_heads(memory_ptr, first_ptr, starts, records, keep, first_scale, FIRST_WIDTH, FIRST_SCALE, QMAX, FLOOR, TILE)
-    if SECOND_WIDTH > 0:
-        if SECOND_SCALE_LOADED:
-            second_scale = tl.load(second_scale)
-        starts = rows * second_stride.to(tl.int64) * SECOND_UNIT + head * SECOND_WIDTH
-        records = heads + SECOND_START + rows_in_block * SECOND_PITCH
-        SECOND_SCALE: tl.constexpr = SECOND_WIDTH if SCALED_INSIDE else 0
-        _write_heads(
-            memory_ptr, second_ptr, starts, records, keep, second_scale, SECOND_WIDTH, SECOND_SCALE, QMAX, FLOOR, TILE
-        )
 
 
 def write_quantised(
@@ -241,7 +164,31 @@ def write_quantised(
     Raises: ValueError or TypeError, before anything is written, for a format that is not quantised, a wrong shape,
         dtype, device or number of parts or scales, and for more slots than rows.
     """
-    quant_write_launch(view, slot_mapping, parts, current_target(_heads_kernel), row_scales).run()
+    quant_write_launch(view, slot_mapping, parts, current_target(heads_kernel), row_scales).run()
+
+
+def write_layers(
+    views: Layers,
+    slot_mapping: torch.Tensor,
+    *parts: torch.Tensor,
+    row_scales: RowScale | Sequence[RowScale] | None = None,
+) -> None:
+    """`write_quantised` into every layer of `views` in one launch; see `kvstore_kernels.write_layers`."""
+    target = current_target(heads_kernel)
+    quant_layers_launch(layer_table(views), slot_mapping, parts, target, row_scales).run()
+
+
+def quant_layers_launch(
+    table: LayerTable,
+    slot_mapping: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    target: Target,
+    row_scales: RowScale | Sequence[RowScale] | None = None,
+    hardware_cast: bool | None = None,
+) -> Launch:
+    """The launch of `write_layers` on `target`, as `quant_write_launch`."""
+    steps, slots, rows = first_layer(table, slot_mapping, parts)
+    return quant_write_launch(table.views[0], slots, rows, target, row_scales, hardware_cast, steps)
 
 
 def quant_write_launch(
@@ -250,12 +197,23 @@ def quant_write_launch(
     parts: Sequence[torch.Tensor],
     target: Target,
     row_scales: RowScale | Sequence[RowScale] | None = None,
+    hardware_cast: bool | None = None,
+    steps: LayerSteps | None = None,
 ) -> Launch:
-    """The launch of `write_quantised` on `target`; the tensors may be meta tensors."""
+    """The launch of `write_quantised` on `target`; the tensors may be meta tensors.
+
+    `hardware_cast`: whether the chip's cast encodes e4m3, None: where it is known to give the codec's bytes. With
+    `steps`, the launch of `write_layers`, and view, slots and parts are those of the first layer.
+
+    Raises: as `write_quantised`, and ValueError for the cast of a chip that has none.
+    """
     expect_quantised(view)
     num_rows = expect_slots(view, slot_mapping)
-    scales = row_scale_of(view.format, row_scales, view.device)
+    num_layers = None if steps is None else steps.num_layers
+    scales = row_scale_of(view.format, row_scales, view.device, num_layers)
     pieces = quant_pieces(view, parts, num_rows)
+    if steps is not None:
+        pieces = steps.apart(pieces)
     first, second = pieces[0], pieces[1] if len(pieces) == 2 else None
     args: dict[str, torch.Tensor | int | float | None] = {
         "memory_ptr": view.memory,
@@ -268,36 +226,33 @@ def quant_write_launch(
         "block_stride_units": view.block_stride_bytes // ALIGNMENT_BYTES,
         "num_slots": view.num_slots,
         "num_rows": num_rows,
+        **layer_args(steps, pieces),
     }
     constexprs = {
         "ROWS_PER_BLOCK": view.rows_per_block,
         "FIRST_UNIT": first.stride_and_unit()[1],
         "SECOND_UNIT": second.stride_and_unit()[1] if second else 1,
+        "HARDWARE_CAST": hardware_cast_of(target, hardware_cast),
     }
     if view.format.name in TILE_RULES:
         # Four rows for 32 lanes: the rope columns of one row would leave each lane 4 bytes.
         # Eight where a row has 64 bytes of codes.
         tokens = target.warp_size // (8 if first.part.num_bytes >= 128 else 4)
         constexprs |= {**_tile_constexprs(view, first, second), "TOKENS": tokens}
-        return Launch(_tiles_kernel, (cdiv(num_rows, tokens),), args, constexprs, num_warps=1)
+        return Launch(_tiles_kernel, _grid(num_rows, tokens, 1, steps), args, constexprs, num_warps=1)
     inside = view.format.name in HEAD_NAMES
     num_heads = first.part.num_heads if inside else 1
-    tile = triton.next_power_of_2(max(piece.rows.shape[1] // num_heads for piece in pieces))
+    tile = next_power_of_2(max(piece.rows.shape[1] // num_heads for piece in pieces))
     tokens = max(1, ALIGNMENT_BYTES * target.warp_size // tile)
-    args |= {
-        "first_scale": scales.get(first.part.name),
-        "second_scale": scales.get(second.part.name) if second else None,
-    }
-    constexprs |= {**_head_constexprs(view, pieces, scales, num_heads), "TILE": tile, "TOKENS": tokens}
+    args |= scale_args(pieces, scales, num_layers)
+    constexprs |= {**head_constexprs(view, pieces, scales, num_heads), "TILE": tile, "TOKENS": tokens}
     num_warps = lanes_of_16_bytes(tile * tokens, target)
-    return Launch(_heads_kernel, (cdiv(num_rows, tokens), num_heads), args, constexprs, num_warps)
+    return Launch(heads_kernel, _grid(num_rows, tokens, num_heads, steps), args, constexprs, num_warps)
 
 
-def _start(view: PageView, piece: QuantPiece) -> int:
-    """Where in a page the piece of row 0 begins."""
-    part = piece.part
-    area = view.format.area_offset_bytes(part.area, view.rows_per_block)
-    return area + part.offset_bytes + piece.first_element * part.dtype.itemsize
+def _grid(num_rows: int, tokens: int, num_heads: int, steps: LayerSteps | None) -> tuple[int, ...]:
+    heads = (cdiv(num_rows, tokens), num_heads)
+    return heads if steps is None else (*heads, steps.num_layers)
 
 
 def _tile_constexprs(view: PageView, values: QuantPiece, tail: QuantPiece | None) -> dict[str, Any]:
@@ -308,7 +263,7 @@ def _tile_constexprs(view: PageView, values: QuantPiece, tail: QuantPiece | None
     return {
         "VALUES": values.width,
         "QUANT_TILE": entry.quant_tile,
-        "NUM_TILES": triton.next_power_of_2(scales.head_dim),
+        "NUM_TILES": next_power_of_2(scales.head_dim),
         "PITCH": view.format.area_pitches[values.part.area],
         "SCALE_START": view.format.area_offset_bytes(scales.area, view.rows_per_block) + scales.offset_bytes,
         "SCALE_PITCH": view.format.area_pitches[scales.area],
@@ -320,24 +275,4 @@ def _tile_constexprs(view: PageView, values: QuantPiece, tail: QuantPiece | None
         "TAIL": tail.width if tail else 0,
         "TAIL_START": tail.part.offset_bytes if tail else 0,
         "TAIL_BYTES": tail.part.dtype.itemsize if tail else 1,
-    }
-
-
-def _head_constexprs(
-    view: PageView, pieces: Sequence[QuantPiece], scales: dict[str, RowScale], num_heads: int
-) -> dict[str, Any]:
-    first, second = pieces[0], pieces[-1]
-    return {
-        "FIRST_WIDTH": first.rows.shape[1] // num_heads,
-        "SECOND_WIDTH": second.rows.shape[1] // num_heads if len(pieces) == 2 else 0,
-        "FIRST_START": _start(view, first),
-        "SECOND_START": _start(view, second),
-        "FIRST_PITCH": view.format.area_pitches[first.part.area],
-        "SECOND_PITCH": view.format.area_pitches[second.part.area],
-        "HEAD_PITCH": first.part.pitch_bytes,
-        "FIRST_SCALE_LOADED": isinstance(scales.get(first.part.name), torch.Tensor),
-        "SECOND_SCALE_LOADED": len(pieces) == 2 and isinstance(scales.get(second.part.name), torch.Tensor),
-        "SCALED_INSIDE": not scales,
-        "QMAX": QMAX[first.part.dtype],
-        "FLOOR": HEAD_SCALE_FLOOR,
     }

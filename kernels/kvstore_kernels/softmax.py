@@ -51,14 +51,15 @@ def visible_ends(row_lens_ptr, seq_idx, queries, is_query, num_queries, lens_per
 
 
 @triton.jit
-def mask_scores(scores, tile, begins, ends, exists, WINDOWED: tl.constexpr, TILE_N: tl.constexpr):
-    """The scores of rows that exist and that the query sees, -inf elsewhere."""
-    first, columns = tl.cast(tile, tl.int32) * TILE_N, tl.arange(0, TILE_N)[None, :]
-    scores = tl.where(exists[None, :], scores, float("-inf"))
-    scores = tl.where(columns < (ends - first)[:, None], scores, float("-inf"))
-    if WINDOWED:
-        scores = tl.where(columns >= (begins - first)[:, None], scores, float("-inf"))
-    return scores
+def mask_scores(scores, tile, ends, window, exists, WINDOWED: tl.constexpr, TILE_N: tl.constexpr):
+    """The scores of rows that exist and that the query sees, -inf elsewhere; `window` rows before the end, or all."""
+    last_columns = (ends - 1 - tl.cast(tile, tl.int32) * TILE_N)[:, None]
+    distances = last_columns - tl.arange(0, TILE_N)[None, :]
+    if WINDOWED:  # as unsigned numbers: what lies behind the last column is further away than any window
+        seen = distances.to(tl.uint32, bitcast=True) < tl.cast(window, tl.int32).to(tl.uint32, bitcast=True)
+    else:
+        seen = distances >= 0
+    return tl.where(exists[None, :], tl.where(seen, scores, float("-inf")), float("-inf"))
 
 
 @triton.jit

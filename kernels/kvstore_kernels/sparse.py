@@ -1,19 +1,30 @@
 """sparse_mla_decode: attention over the latent rows that a list of slots names, in one cache or in two."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from kvstore_kernels.checks import cdiv
-from kvstore_kernels.formats import ALIGNMENT_BYTES, RowPart
-from kvstore_kernels.launch import INTERPRETED, Launch, Target, current_target
+from kvstore_kernels.formats import ALIGNMENT_BYTES
+from kvstore_kernels.latent_rows import (
+    LatentRow,
+    latent_row,
+    outside_scale_of,
+    row_args,
+    row_constexprs,
+    row_tile,
+)
+from kvstore_kernels.latent_tiles import load_columns, load_query, outside_scale, page_units, store_values
+from kvstore_kernels.launch import Launch, Target, current_target
 from kvstore_kernels.merge import merge_launch
 from kvstore_kernels.pages import PageView
-from kvstore_kernels.reads import allocate_outputs, allocate_partials, expect_latent, part_start_and_pitch
-from kvstore_kernels.softmax import LOG2_E, load_tile, normalise, softmax_step, split_tiles, store_tile
+from kvstore_kernels.quant_rules import RowScale
+from kvstore_kernels.reads import allocate_outputs, allocate_partials
+from kvstore_kernels.softmax import LOG2_E, normalise, softmax_step, split_tiles
 from kvstore_kernels.sparse_checks import Rows, expect_sparse
-from kvstore_kernels.splits import ReadTile, choose_num_splits, latent_tile, num_cores, padded
-from kvstore_kernels.tiles import page_start
+from kvstore_kernels.splits import ReadTile, choose_num_splits, num_cores
 
 
 @triton.jit(
@@ -30,11 +41,15 @@ from kvstore_kernels.tiles import page_start
     ]
 )
 def _sparse_mla_kernel(
-    memory_ptr,  # [memory elements] of the rows' dtype
+    first_ptr,  # [memory words] of the first columns, see `latent_rows.Run`
+    first_scales_ptr,  # [memory words] of their scales; None: no scales in the rows
+    second_ptr,  # both the same of the second columns; None where a row has no such
+    second_scales_ptr,
     slots_ptr,  # [num_seqs, num_listed] int32 or int64, rows slots_stride apart
     q_ptr,  # [num_seqs, num_heads, LATENT_DIM], sequences q_stride elements apart
     out_ptr,  # [num_seqs, num_heads, total_splits, VALUE_DIM]
     lse_ptr,  # [num_seqs, num_heads, total_splits] fp32
+    row_scale_ptr,  # [1] fp32; None: row_scale
     q_stride: tl.int64,
     slots_stride: tl.int64,
     num_listed: tl.int32,
@@ -45,36 +60,39 @@ def _sparse_mla_kernel(
     offset_units: tl.int64,
     block_stride_units: tl.int64,
     softmax_scale: tl.float32,
+    row_scale: tl.float32,
     ROWS_PER_BLOCK: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    ROW_START: tl.constexpr,
-    ROW_PITCH: tl.constexpr,
-    ELEMENT_BYTES: tl.constexpr,
+    FIRST: tl.constexpr,  # latent_rows.Run
+    FIRST_SCALES: tl.constexpr,  # latent_rows.Run or None, like the next two
+    SECOND: tl.constexpr,
+    SECOND_SCALES: tl.constexpr,
+    SECOND_IS_VALUE: tl.constexpr,
+    IS_SCALED_OUTSIDE: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_N: tl.constexpr,
-    TILE_NOPE: tl.constexpr,
-    TILE_ROPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Program = (sequence and tile of heads; split of the listed slots). Slots that name no row count for nothing."""
     num_head_tiles = tl.cdiv(num_heads, TILE_H)
     seq_idx = (tl.program_id(0) // num_head_tiles).to(tl.int64)
     heads = tl.program_id(0) % num_head_tiles * TILE_H + tl.arange(0, TILE_H)
-    nope = tl.arange(0, TILE_NOPE)
-    in_heads, in_nope = heads < num_heads, nope < VALUE_DIM
+    in_heads = heads < num_heads
 
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     q_rows = q_ptr + seq_idx * q_stride.to(tl.int64) + heads[:, None] * LATENT_DIM
-    q_nope = load_tile(q_rows + nope[None, :], in_heads[:, None] & in_nope[None, :], INTERPRETED)
-    if LATENT_DIM > VALUE_DIM:
-        rope = VALUE_DIM + tl.arange(0, TILE_ROPE)
-        in_rope = rope < LATENT_DIM
-        q_rope = load_tile(q_rows + rope[None, :], in_heads[:, None] & in_rope[None, :], INTERPRETED)
-
+    q_first = load_query(q_rows, in_heads, FIRST, INTERPRETED)
+    first_sum = tl.zeros([TILE_H, q_first.shape[1]], tl.float32)
+    if SECOND is not None:
+        q_second = load_query(q_rows, in_heads, SECOND, INTERPRETED)
+    if SECOND_IS_VALUE:
+        second_sum = tl.zeros([TILE_H, q_second.shape[1]], tl.float32)
     running_max = tl.full([TILE_H], float("-inf"), tl.float32)
     running_sum = tl.zeros([TILE_H], tl.float32)
-    weighted_sum = tl.zeros([TILE_H, TILE_NOPE], tl.float32)
-    scale = softmax_scale * LOG2_E
+    row_scale = outside_scale(row_scale, row_scale_ptr, IS_SCALED_OUTSIDE)
+    scale = softmax_scale * row_scale * LOG2_E
+
     slots_ptr += seq_idx * slots_stride.to(tl.int64)
     first_tile, last_tile = split_tiles(0, num_listed, TILE_N)
     for tile in range(first_tile, last_tile):
@@ -83,22 +101,31 @@ def _sparse_mla_kernel(
         # Before the division, which truncates towards zero: slot -1 would become row 0 of block 0.
         exists = (slots >= 0) & (slots < num_slots)
         block_ids = slots // ROWS_PER_BLOCK
-        page = page_start(block_ids, offset_units, block_stride_units, ELEMENT_BYTES)
-        row_pointers = memory_ptr + page + ROW_START + (slots - block_ids * ROWS_PER_BLOCK) * ROW_PITCH
-        latent = load_tile(row_pointers[:, None] + nope[None, :], exists[:, None] & in_nope[None, :], INTERPRETED)
-        scores = tl.dot(q_nope, tl.trans(latent), input_precision="ieee")
-        if LATENT_DIM > VALUE_DIM:
-            k_rope = load_tile(row_pointers[:, None] + rope[None, :], exists[:, None] & in_rope[None, :], INTERPRETED)
-            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+        rows = slots - block_ids * ROWS_PER_BLOCK
+        pages = page_units(block_ids, offset_units, block_stride_units)
+        first = load_columns(first_ptr, first_scales_ptr, dtype, pages, rows, exists, FIRST, FIRST_SCALES, INTERPRETED)
+        scores = tl.dot(q_first, tl.trans(first), input_precision="ieee")
+        if SECOND is not None:
+            second = load_columns(
+                second_ptr, second_scales_ptr, dtype, pages, rows, exists, SECOND, SECOND_SCALES, INTERPRETED
+            )
+            scores = tl.dot(q_second, tl.trans(second), scores, input_precision="ieee")
         scores = tl.where(exists[None, :], scores * scale, float("-inf"))
         weights, running_max, running_sum, factor = softmax_step(scores, running_max, running_sum)
-        weighted_sum = tl.dot(weights.to(latent.dtype), latent, weighted_sum * factor[:, None], input_precision="ieee")
+        weights = weights.to(first.dtype)
+        first_sum = tl.dot(weights, first, first_sum * factor[:, None], input_precision="ieee")
+        if SECOND_IS_VALUE:
+            second_sum = tl.dot(weights, second, second_sum * factor[:, None], input_precision="ieee")
 
-    out, lse = normalise(weighted_sum, running_max, running_sum)
+    out, lse = normalise(first_sum, running_max, running_sum)
+    if IS_SCALED_OUTSIDE:
+        out = tl.where(lse[:, None] == float("-inf"), 0.0, out * row_scale)
     partial = (seq_idx * num_heads + heads) * total_splits + first_split + tl.program_id(1)
-    store_tile(
-        out_ptr + partial[:, None] * VALUE_DIM + nope[None, :], out, in_heads[:, None] & in_nope[None, :], INTERPRETED
-    )
+    out_rows = out_ptr + partial[:, None] * VALUE_DIM
+    store_values(out_rows, out, in_heads, VALUE_DIM, FIRST, INTERPRETED)
+    if SECOND_IS_VALUE:
+        out, lse = normalise(second_sum, running_max, running_sum)
+        store_values(out_rows, out, in_heads, VALUE_DIM, SECOND, INTERPRETED)
     tl.store(lse_ptr + partial, lse, mask=in_heads)
 
 
@@ -110,6 +137,7 @@ def sparse_mla_decode(
     softmax_scale: float,
     second: Rows | None = None,
     sinks: torch.Tensor | None = None,
+    row_scales: Sequence[RowScale] | RowScale | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -117,14 +145,18 @@ def sparse_mla_decode(
     """Attention of one query per sequence over the latent rows of a list of slots.
 
     Args:
-        view: pages of latent rows: K is a row, V its first `value_dim` columns.
+        view: pages of latent rows, plain or quantised: K is a row, V its first `value_dim` columns. Codes times their
+            scales are rounded to q's dtype.
         slots: int32 or int64 [num_seqs, num_listed], `block_id * rows_per_block + row_in_block`; a slot below 0 or past
             the last is skipped, and one listed twice counts twice.
-        q: [num_seqs, num_heads, latent_dim] of the rows' dtype.
+        q: [num_seqs, num_heads, latent_dim] of the rows' dtype; of quantised rows bf16, fp16 or fp32.
         softmax_scale: factor on the scores.
-        second: another cache of the same latent_dim, value_dim and dtype, with its own pages, and its slots (DeepSeek
-            V4: the window beside the compressed rows); attended to as if its rows stood in one list with the first's.
+        second: another cache of the same latent_dim and value_dim, with its own pages, and its slots (DeepSeek V4: the
+            window beside the compressed rows); attended to as if its rows stood in one list with the first's. Its rows
+            are plain and of the same dtype where the first are, quantised in any format where those are.
         sinks: fp32 [num_heads], the score of one more key per head that has no value; None: none.
+        row_scales: of quantised rows whose scale lies outside the cache a number, or an fp32 tensor of one element on
+            the view's device, which is read there, for both caches; None: 1.0.
         out: [num_seqs, num_heads, value_dim] of q's dtype, contiguous; None: allocated.
         lse: fp32 [num_seqs, num_heads], contiguous; None: allocated.
         num_splits: parts that each list is split into; None: from a table of host values.
@@ -135,16 +167,25 @@ def sparse_mla_decode(
         strides, for a format that is not latent, and for two caches whose rows differ.
     """
     lists = [(view, slots)] if second is None else [(view, slots), second]
-    latent, value_dim = expect_sparse(lists, q, softmax_scale, sinks, out, lse, num_splits)
+    read, value_dim = expect_sparse(lists, q, softmax_scale, sinks, out, lse, num_splits)
+    scales = [outside_scale_of(cache, row_scales) for cache, _ in lists]
     target = current_target(_sparse_mla_kernel)
-    splits = [num_splits or _num_splits(rows, q, latent, value_dim, target) for rows in lists]
+    splits = [num_splits or _num_splits(row, slots, q, target) for row, (_, slots) in zip(read, lists, strict=True)]
     out, lse = allocate_outputs(q, value_dim, out, lse)
     merged = sum(splits) > 1 or sinks is not None
     partial_out, partial_lse = allocate_partials(out, lse, sum(splits), merged=merged)
     first_split = 0
-    for rows, count in zip(lists, splits, strict=True):
+    for rows, scale, count in zip(lists, scales, splits, strict=True):
         sparse_launch(
-            rows, q, partial_out, partial_lse, first_split, count, softmax_scale=softmax_scale, target=target
+            rows,
+            q,
+            partial_out,
+            partial_lse,
+            first_split,
+            count,
+            softmax_scale=softmax_scale,
+            row_scale=scale,
+            target=target,
         ).run()
         first_split += count
     if merged:
@@ -161,21 +202,20 @@ def sparse_launch(
     num_splits: int,
     *,
     softmax_scale: float,
+    row_scale: RowScale = 1.0,
     target: Target,
 ) -> Launch:
     """The launch that attends to one list, as parts `first_split` and on; the tensors may be meta tensors."""
     view, slots = rows
-    latent, value_dim = expect_latent(view)
+    row = latent_row(view)
     num_seqs, num_heads, total_splits = partial_lse.shape
-    tile = _tile(num_heads, latent, value_dim, target)
-    row_start, row_pitch = part_start_and_pitch(view, latent)
-    size = latent.dtype.itemsize
+    tile = _tile(row, q, target)
     q = q.contiguous()
     return Launch(
         kernel=_sparse_mla_kernel,
         grid=(num_seqs * cdiv(num_heads, tile.heads), num_splits),
         args={
-            "memory_ptr": view.memory[: view.memory.numel() // size * size].view(latent.dtype),
+            **row_args(row, view, row_scale),
             "slots_ptr": slots,
             "q_ptr": q,
             "out_ptr": partial_out,
@@ -192,28 +232,21 @@ def sparse_launch(
             "softmax_scale": float(softmax_scale),
         },
         constexprs={
+            **row_constexprs(row),
             "ROWS_PER_BLOCK": view.rows_per_block,
-            "LATENT_DIM": latent.head_dim,
-            "VALUE_DIM": value_dim,
-            "ROW_START": row_start,
-            "ROW_PITCH": row_pitch,
-            "ELEMENT_BYTES": size,
             "TILE_H": tile.heads,
             "TILE_N": tile.rows,
-            "TILE_NOPE": padded(value_dim),
-            "TILE_ROPE": padded(latent.head_dim - value_dim),
-            "INTERPRETED": INTERPRETED,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-def _num_splits(rows: Rows, q: torch.Tensor, latent: RowPart, value_dim: int, target: Target) -> int:
-    num_programs = q.shape[0] * cdiv(q.shape[1], _tile(q.shape[1], latent, value_dim, target).heads)
-    return choose_num_splits(num_programs, rows[1].shape[1], num_cores(q.device))
+def _num_splits(row: LatentRow, slots: torch.Tensor, q: torch.Tensor, target: Target) -> int:
+    num_programs = q.shape[0] * cdiv(q.shape[1], _tile(row, q, target).heads)
+    return choose_num_splits(num_programs, slots.shape[1], num_cores(q.device))
 
 
-def _tile(num_heads: int, latent: RowPart, value_dim: int, target: Target) -> ReadTile:
+def _tile(row: LatentRow, q: torch.Tensor, target: Target) -> ReadTile:
     """The tile for rows that may lie anywhere, as in blocks of one row."""
-    return latent_tile(target, num_heads, latent.head_dim, value_dim, latent.dtype.itemsize, 1)
+    return row_tile(row, q.shape[1], q.element_size(), 1, target)

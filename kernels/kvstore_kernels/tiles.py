@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore_kernels.checks import next_power_of_2
 from kvstore_kernels.formats import ALIGNMENT_BYTES
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.pieces import Piece, as_bits
@@ -67,4 +68,4 @@ def tile_bytes(pieces: Sequence[Piece]) -> int:
     """The bytes of a tile over the widest record among the pieces: a power of two, at least one access."""
     widths = [piece.width for piece in pieces]
     record_bytes = (sum(widths) if is_joined(pieces) else max(widths)) * pieces[0].element_bytes
-    return max(int(triton.next_power_of_2(record_bytes)), ALIGNMENT_BYTES)
+    return max(next_power_of_2(record_bytes), ALIGNMENT_BYTES)

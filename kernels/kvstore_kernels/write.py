@@ -1,4 +1,4 @@
-"""write_rows: new rows into the pages that their slots name, bit for bit."""
+"""write_rows: new rows into the pages that their slots name, bit for bit; write_layers: into those of many layers."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,25 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore_kernels.copy import Layers, LayerTable, layer_table
 from kvstore_kernels.formats import ALIGNMENT_BYTES
 from kvstore_kernels.launch import Launch, Target, current_target, lanes_of_16_bytes
+from kvstore_kernels.layers import LayerSteps, first_layer, layer_args, load_pages
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.pieces import expect_movable, expect_slots, make_pieces, source_parts
 from kvstore_kernels.tiles import page_args, page_start, piece_args, piece_constexprs, tile_bytes
 
+NOT_SPECIALISED = [
+    *("first_stride", "second_stride", "offset_units", "block_stride_units", "num_slots"),
+    *("slot_layer_stride", "first_layer_stride", "second_layer_stride"),
+]
 
-@triton.jit(do_not_specialize=["first_stride", "second_stride", "offset_units", "block_stride_units", "num_slots"])
+
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _write_kernel(
-    memory_ptr,  # [memory elements] integers of the rows' element size, like both sources
-    slot_mapping_ptr,  # [num_rows] int64
+    memory_ptr,  # [memory elements] integers of the rows' element size, like both sources; None where there are layers
+    layers_ptr,  # [num_layers, 4] int64, a LayerTable; None: one view
+    slot_mapping_ptr,  # [num_rows] int64, of layers slot_layer_stride apart
     first_ptr,  # [num_rows, FIRST_WIDTH], rows first_stride * FIRST_UNIT elements apart
     second_ptr,  # [num_rows, SECOND_WIDTH]; None where a row has one piece
     first_stride: tl.int64,
@@ -24,6 +32,9 @@ def _write_kernel(
     offset_units: tl.int64,
     block_stride_units: tl.int64,
     num_slots: tl.int64,
+    slot_layer_stride: tl.int64,
+    first_layer_stride: tl.int64,
+    second_layer_stride: tl.int64,
     ROWS_PER_BLOCK: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr,
     FIRST_WIDTH: tl.constexpr,
@@ -36,8 +47,18 @@ def _write_kernel(
     JOINED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program = row. JOINED: both pieces lie in one record and leave in one store; otherwise each has its own area."""
+    """Program = row, or (row, layer).
+
+    JOINED: both pieces lie in one record and leave in one store; otherwise each has its own area.
+    """
     row = tl.program_id(0).to(tl.int64)
+    if layers_ptr is not None:
+        layer_idx = tl.program_id(1).to(tl.int64)
+        slot_mapping_ptr += layer_idx * slot_layer_stride.to(tl.int64)
+        first_ptr += layer_idx * first_layer_stride.to(tl.int64) * FIRST_UNIT
+        if SECOND_WIDTH > 0:
+            second_ptr += layer_idx * second_layer_stride.to(tl.int64) * SECOND_UNIT
+        memory_ptr, block_stride_units = load_pages(layers_ptr, layer_idx, first_ptr.dtype.element_ty)
     slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
     # Before the division, which truncates towards zero: slot -1 would become row 0 of block 0.
     if (slot < 0) | (slot >= num_slots):
@@ -81,24 +102,49 @@ def write_rows(view: PageView, slot_mapping: torch.Tensor, *parts: torch.Tensor)
     write_launch(view, slot_mapping, parts, current_target(_write_kernel)).run()
 
 
-def write_launch(view: PageView, slot_mapping: torch.Tensor, parts: Sequence[torch.Tensor], target: Target) -> Launch:
-    """The launch of `write_rows` on `target`; the tensors may be meta tensors."""
+def write_layers(views: Layers, slot_mapping: torch.Tensor, *parts: torch.Tensor) -> None:
+    """`write_rows` into every layer of `views` in one launch; see `kvstore_kernels.write_layers`."""
+    write_layers_launch(layer_table(views), slot_mapping, parts, current_target(_write_kernel)).run()
+
+
+def write_layers_launch(
+    table: LayerTable, slot_mapping: torch.Tensor, parts: Sequence[torch.Tensor], target: Target
+) -> Launch:
+    """The launch of `write_layers` on `target`; the tensors may be meta tensors."""
+    steps, slots, rows = first_layer(table, slot_mapping, parts)
+    return write_launch(table.views[0], slots, rows, target, steps)
+
+
+def write_launch(
+    view: PageView,
+    slot_mapping: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    target: Target,
+    steps: LayerSteps | None = None,
+) -> Launch:
+    """The launch of `write_rows` on `target`; the tensors may be meta tensors.
+
+    With `steps`, the launch of `write_layers`, and view, slots and parts are those of the first layer.
+    """
     expect_movable(view)
     num_rows = expect_slots(view, slot_mapping)
     row_parts = source_parts(view, parts, num_rows)
     # A lazily negated tensor has other bits in memory than it has elements.
     pieces = make_pieces(row_parts, [part.resolve_neg() for part in parts])
+    if steps is not None:
+        pieces = steps.apart(pieces)
     # At least one warp of 16-byte lanes: a short row leaves lanes idle instead of narrowing their accesses.
     num_bytes = max(tile_bytes(pieces), ALIGNMENT_BYTES * target.warp_size)
     element_bytes = pieces[0].element_bytes
     return Launch(
         kernel=_write_kernel,
-        grid=(num_rows,),
+        grid=(num_rows,) if steps is None else (num_rows, steps.num_layers),
         args={
             **page_args(view, element_bytes),
             **piece_args(pieces),
             "slot_mapping_ptr": slot_mapping,
             "num_slots": view.num_slots,
+            **layer_args(steps, pieces),
         },
         constexprs={**piece_constexprs(view, pieces), "TILE": num_bytes // element_bytes},
         num_warps=lanes_of_16_bytes(num_bytes, target),

@@ -1,5 +1,6 @@
 """gather_dequantised and read_rows in torch."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,10 +21,13 @@ from kvstore_kernels.quant_reads import (
     value_parts,
 )
 from kvstore_kernels.reference.codec import decode_e2m1, decode_e4m3, decode_ue8m0
-from kvstore_kernels.reference.moves import _locate
+from kvstore_kernels.reference.moves import _locate, widest_word
 
 SCALE_POSITIONS = tuple(8 * (tile % 4) + tile // 4 for tile in range(32))
 """Where `nvfp4_ds_mla` keeps the scale of a tile."""
+
+CHUNK_BYTES = 1 << 20
+"""fp32 values that are decoded at a time: what they are made of stays in the caches."""
 
 
 def gather_dequantised(
@@ -76,17 +80,34 @@ def _fill(
     slots: torch.Tensor,
     dtype: torch.dtype,
 ) -> None:
+    rows = [output_piece(output).rows for output in outputs]
+    num_rows = max(1, CHUNK_BYTES // (4 * sum(row.shape[1] for row in rows)))
+    for first, chunk in zip(range(0, len(slots), num_rows), slots.split(num_rows), strict=True):
+        _fill_chunk(view, parts, row_scales, [row[first : first + num_rows] for row in rows], chunk, dtype)
+
+
+def _fill_chunk(
+    view: PageView,
+    parts: Sequence[ValuePart],
+    row_scales: Sequence[torch.Tensor | float],
+    outputs: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """`outputs`: rows of raw bits."""
     absent = (slots < 0) | (slots >= view.num_slots)
     slots = slots.masked_fill(absent, 0)
     place = slots // view.rows_per_block, slots % view.rows_per_block
     for part, row_scale in zip(parts, row_scales, strict=True):
-        piece = output_piece(outputs[part.output])
+        rows = outputs[part.output]
         if part.kind == KINDS[dtype]:
-            bits = view.tensor(part.part.name).view(piece.rows.dtype)[place]
+            bits = _take(view.tensor(part.part.name), place).view(rows.dtype)
         else:
-            bits = _rounded(_values(view, part, row_scale, place), dtype).view(piece.rows.dtype)
-        flat = rearrange(bits, "row head dim -> row (head dim)")
-        piece.rows[:, part.column : part.column + part.width] = flat.masked_fill(absent[:, None], 0)
+            bits = _rounded(_values(view, part, row_scale, place), dtype).view(rows.dtype)
+        rows[:, part.column : part.column + part.width] = rearrange(bits, "row head dim -> row (head dim)")
+    if absent.any():
+        for rows in outputs:
+            rows[absent] = 0
 
 
 def _values(
@@ -95,14 +116,14 @@ def _values(
     """fp32 [rows, heads, values of a head]: decoded, times their scales."""
     elements = view.tensor(part.part.name)
     if part.kind == "e4m3":
-        values = decode_e4m3(elements.view(torch.uint8)[place])
+        values = decode_e4m3(_take(elements.view(torch.uint8), place))
     elif part.kind == "e2m1":
-        codes = elements[place]
+        codes = _take(elements, place)
         values = rearrange(
             [decode_e2m1(codes & 0xF), decode_e2m1(codes >> 4)], "half row head dim -> row head (dim half)"
         )
     else:
-        values = elements[place].float()
+        values = _take(elements, place).float()
     if part.scale_kind == "outside":
         return values * torch.as_tensor(row_scale, dtype=torch.float32, device=view.device)
     if part.scales is None:
@@ -116,14 +137,18 @@ def _scales(view: PageView, part: ValuePart, place: tuple[torch.Tensor, torch.Te
     assert part.scales is not None
     stored = view.tensor(part.scales.name)
     if part.scale_kind == "fp32":
-        return stored[place]
-    codes = stored.view(torch.uint8)[place]
+        return _take(stored, place)
+    codes = _take(stored.view(torch.uint8), place)
     if view.format.name == PERMUTED:
         codes = codes[..., list(SCALE_POSITIONS)]
     return decode_ue8m0(codes) if part.scale_kind == "ue8m0" else decode_e4m3(codes)
 
 
+def _take(elements: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The rows at these blocks and rows in blocks: [rows, heads, elements of a head]."""
+    return elements.view(widest_word(elements))[place].view(elements.dtype)
+
+
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """To `dtype`, rounded to nearest even; every NaN as the positive quiet one."""
-    rounded = values.to(dtype)
-    return torch.where(values.isnan(), torch.full_like(rounded, float("nan")), rounded)
+    return values.to(dtype).nan_to_num(nan=math.nan, posinf=math.inf, neginf=-math.inf)

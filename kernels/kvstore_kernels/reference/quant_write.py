@@ -1,5 +1,6 @@
 """write_quantised in torch: the same bytes."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,10 @@ from kvstore_kernels.reference.codec import (
     power_of_two,
     scale_exponent,
 )
+from kvstore_kernels.reference.moves import widest_word
+
+CHUNK_BYTES = 1 << 20
+"""fp32 values that are quantised at a time: what becomes of them on the way stays in the caches."""
 
 
 def write_quantised(
@@ -42,7 +47,15 @@ def write_quantised(
     kept = ((slot_mapping >= 0) & (slot_mapping < view.num_slots)).nonzero().flatten()
     if not len(kept):
         return
-    slots = slot_mapping[kept]
+    row_bytes = 4 * sum(piece.rows.shape[1] for piece in pieces)
+    for chunk in kept.split(max(1, CHUNK_BYTES // row_bytes)):
+        _write_chunk(view, slot_mapping[chunk], pieces, chunk, outside)
+
+
+def _write_chunk(
+    view: PageView, slots: torch.Tensor, pieces: Sequence[QuantPiece], kept: torch.Tensor, outside: dict[str, RowScale]
+) -> None:
+    """Quantises the rows `kept` of all pieces and writes them to `slots`, which exist."""
     # Bytes between the parts of a record are zero: the eighth scale byte of dsv4.
     records = [
         torch.zeros(len(kept), pitch, dtype=torch.uint8, device=view.device) for pitch in view.format.area_pitches
@@ -55,7 +68,9 @@ def write_quantised(
             record.as_strided(shape, (record.stride(0), part.pitch_bytes, 1)).copy_(written)
     block_ids, rows_in_block = slots // view.rows_per_block, slots % view.rows_per_block
     for area, record in enumerate(records):
-        _area(view, area)[block_ids, rows_in_block] = record
+        rows = _area(view, area)
+        word = widest_word(rows, record)
+        rows.view(word)[block_ids, rows_in_block] = record.view(word)
 
 
 def e2m1_exponent(amax: torch.Tensor, least: int) -> torch.Tensor:
@@ -74,10 +89,10 @@ def encode_int8(values: torch.Tensor) -> torch.Tensor:
 
 def bf16_bits(values: torch.Tensor) -> torch.Tensor:
     """Values as the bits of bf16 in int16: those of bf16 as they are, others rounded, their NaN as 0x7FC0."""
-    rounded = values.bfloat16().view(torch.int16)
-    if values.dtype == torch.bfloat16:
-        return rounded
-    return torch.where(values.isnan(), torch.full_like(rounded, 0x7FC0), rounded)
+    rounded = values.bfloat16()
+    if values.dtype != torch.bfloat16:
+        rounded = rounded.nan_to_num(nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    return rounded.view(torch.int16)
 
 
 def _encode(

@@ -4,8 +4,10 @@ import torch
 from einops import rearrange
 
 from kvstore_kernels.pages import PageView
+from kvstore_kernels.quant_reads import RowScales
 from kvstore_kernels.reads import MAX_FP32, allocate_outputs
 from kvstore_kernels.reference.attention import with_sinks
+from kvstore_kernels.reference.quant_gather import read_rows
 from kvstore_kernels.sparse_checks import Rows, expect_sparse
 
 
@@ -17,6 +19,7 @@ def sparse_mla_decode(
     softmax_scale: float,
     second: Rows | None = None,
     sinks: torch.Tensor | None = None,
+    row_scales: RowScales | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -25,7 +28,7 @@ def sparse_mla_decode(
     lists = [(view, slots)] if second is None else [(view, slots), second]
     _, value_dim = expect_sparse(lists, q, softmax_scale, sinks, out, lse, num_splits)
     out, lse = allocate_outputs(q, value_dim, out, lse)
-    read = [_read(*rows) for rows in lists]
+    read = [_read(*rows, row_scales) for rows in lists]
     rows = torch.cat([each[0] for each in read], 1)  # [num_seqs, num_listed, latent_dim] fp32
     exists = torch.cat([each[1] for each in read], 1)
     scores = torch.matmul(q.detach().float(), rearrange(rows, "seq row dim -> seq dim row")) * float(softmax_scale)
@@ -37,10 +40,8 @@ def sparse_mla_decode(
     return with_sinks((out, lse), sinks)
 
 
-def _read(view: PageView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(view: PageView, slots: torch.Tensor, row_scales: RowScales | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The listed rows as fp32, zero where a slot names none, and which exist."""
     places = slots.long()
-    exists = (places >= 0) & (places < view.num_slots)
-    places = torch.where(exists, places, 0)
-    records = view.tensor(view.format.parts[0].name)[places // view.rows_per_block, places % view.rows_per_block, 0]
-    return torch.where(exists[..., None], records.float(), 0.0), exists
+    (rows,) = read_rows(view, places.reshape(-1), dtype=torch.float32, row_scales=row_scales)
+    return rows.view(*slots.shape, rows.shape[2]), (places >= 0) & (places < view.num_slots)
