@@ -9,16 +9,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import partial
 from multiprocessing import get_context
 
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.aot_compile import CHIPS, compile_launch, count_variants
+from benchmarks.aot_compile import CHIPS, Figures, compile_launch, count_variants
 from benchmarks.aot_peers import print_peers
 from benchmarks.aot_registry import CASES, KERNELS, variant_families
-from benchmarks.aot_report import Measure, Result, measure, print_tables
+from benchmarks.aot_report import NO_FIGURES, Measure, Result, measure, print_tables
 from kvstore_kernels.launch import INTERPRETED
 
 
@@ -54,20 +53,19 @@ def compile_all(kernels: Sequence[str], chips: Sequence[str], jobs: int, quick: 
         bar = progress.add_task("compiling", total=len(wanted))
         futures = {pool.submit(compile_case, idx, chip): (idx, chip) for idx, chip in wanted}
         for future in as_completed(futures):
-            results[futures[future]] = future.result()
+            idx, chip = futures[future]
+            results[idx, chip] = Result(CASES[idx], chip, *future.result())
             progress.advance(bar)
     return [results[key] for key in wanted]
 
 
-def compile_case(case_idx: int, chip: str) -> Result:
-    """Compiles one case of the registry for one chip."""
-    case, target = CASES[case_idx], CHIPS[chip]
-    wgmma = case.wgmma and chip == "sm_90"
-    result = partial(Result, case.kernel, case.name, chip, case.index_loads, case.max_spill_bytes, wgmma)
+def compile_case(case_idx: int, chip: str) -> tuple[Figures, str]:
+    """Compiles one case of the registry for one chip: its figures, or what the compiler said."""
+    target = CHIPS[chip]
     try:
-        return result(compile_launch(case.build(target), target))
+        return compile_launch(CASES[case_idx].build(target), target), ""
     except Exception as error:
-        return result(error=f"{type(error).__name__}: {error}")
+        return NO_FIGURES, f"{type(error).__name__}: {error}"
 
 
 def measure_variants(chip: str, kernels: Sequence[str]) -> list[Measure]:

@@ -24,9 +24,10 @@ class Case:
 
     `index_loads` is set for kernels that only move rows of 16-byte multiples: the bytes of an index load and the
     most there may be of them in a program. Everything else must be 16 bytes wide. `max_spill_bytes` is what a program
-    may spill on any chip: nothing but for a tile of more than 16 heads. `chips`: those that have what the
-    kernel needs, None: all. `is_quick`: compiled by `--quick` too, which has of each kernel all kinds of rows.
-    `wgmma`: what sm_90 has to multiply with, a tile of 64 heads.
+    may spill on any chip: nothing but for a tile of more than 16 heads. `narrow_stores`: width -> the stores of less
+    than 16 bytes, those of records of scales; None: any. `wgmma`: whether sm_90 has to multiply with it, as it does
+    tiles of 64 heads. `chips`: those that have what the kernel needs, None: all. `is_quick`: compiled by `--quick` too,
+    which has of each kernel all kinds of rows.
     """
 
     kernel: str
@@ -36,6 +37,7 @@ class Case:
     max_spill_bytes: int = 0
     chips: tuple[str, ...] | None = None
     is_quick: bool = True
+    narrow_stores: Mapping[int, int] | None = None
     wgmma: bool = False
 
     def is_for(self, chip: str) -> bool:

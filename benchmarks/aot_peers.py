@@ -43,7 +43,9 @@ PEERS = (
 
 def print_peers(console: Console, results: Sequence[Result]) -> None:
     """A line for each public kernel whose counterpart was compiled for sm_90; nothing without one."""
-    ours = {(result.kernel, result.case): result for result in results if result.chip == CHIP and not result.error}
+    ours = {
+        (result.case.kernel, result.case.name): result for result in results if result.chip == CHIP and not result.error
+    }
     rows = [(peer, ours[peer.ours].figures) for peer in PEERS if peer.ours in ours]
     if not rows:
         return

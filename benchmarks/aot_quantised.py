@@ -22,6 +22,22 @@ from kvstore_kernels.quant_write import quant_write_launch
 FP8 = torch.float8_e4m3fn
 
 
+SCALE_STORES = {
+    "fp8_ds_mla": {4: 1},
+    "dsv4": {8: 1},
+    "mxfp8_latent": {8: 1},
+    "mxfp8_latent_split": {8: 1},
+    "indexer_fp8": {4: 1},
+    "indexer_mxfp4": {4: 1},
+    "nvfp4_latent": {8: 1},
+    "nvfp4_latent_split": {8: 1},
+    "nvfp4_ds_mla": {8: 2},
+    "int8_token_head": None,
+    "fp8_token_head": None,
+}
+"""Stores of scales: of a record of 16 or 32 bytes each lane has a part. Scales beside heads leave no head aligned."""
+
+
 def quant_case(
     name: str,
     row_format: RowFormat,
@@ -37,7 +53,7 @@ def quant_case(
         view = meta_view(row_format, rows_per_block, num_blocks=60_000 if large else 64)
         return build_quantised(view, target, widths, dtype, scale=scale)
 
-    return Case("quant_write", f"{name} x {rows_per_block}", build)
+    return Case("quant_write", f"{name} x {rows_per_block}", build, narrow_stores=SCALE_STORES.get(row_format.name, {}))
 
 
 def build_quantised(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.aot_cases import Case
 from benchmarks.aot_compile import SHARED_BYTES, Figures
 
 ROW_ACCESS_BYTES = 16
@@ -23,7 +24,7 @@ class Measure:
     metric: str
     value: int | str
     unit: str
-    target: int | None = None
+    target: int | str | None = None
     ok: bool | None = None
 
     def to_json(self) -> str:
@@ -38,24 +39,20 @@ class Measure:
 class Result:
     """One case compiled for one chip; `error` is what was said instead of figures."""
 
-    kernel: str
-    case: str
+    case: Case
     chip: str
-    index_loads: Mapping[int, int] | None
-    max_spill_bytes: int = 0
-    wgmma: bool = False
     figures: Figures = NO_FIGURES
     error: str = ""
 
     @property
     def name(self) -> str:
         """Kernel, case and chip in one string."""
-        return f"{self.kernel} {self.case} on {self.chip}"
+        return f"{self.case.kernel} {self.case.name} on {self.chip}"
 
 
 def narrowest_row_access(result: Result) -> int:
     """The bytes of the narrowest access that cannot be one of the index loads allowed; 0 when there is none."""
-    allowed, figures = result.index_loads or {}, result.figures
+    allowed, figures = result.case.index_loads or {}, result.figures
     rows = [width for width, count in figures.loads.items() if count > allowed.get(width, 0)]
     return min(rows + list(figures.stores)) if rows and figures.stores else 0
 
@@ -65,7 +62,7 @@ def measure(result: Result) -> list[Measure]:
     name, figures = result.name, result.figures
     if result.error:
         return [Measure(name, "compile_errors", 1, "", target=0, ok=False)]
-    most_spilt = result.max_spill_bytes
+    case, most_spilt = result.case, result.case.max_spill_bytes
     limit, accesses = SHARED_BYTES[result.chip], [*figures.loads, *figures.stores]
     measures = [
         Measure(name, "registers", figures.registers, ""),
@@ -74,16 +71,25 @@ def measure(result: Result) -> list[Measure]:
         Measure(name, "widest_access", max(accesses, default=0), "B"),
         Measure(name, "narrowest_access", min(accesses, default=0), "B"),
     ]
-    if result.wgmma:
+    if case.wgmma and result.chip == "sm_90":
         has_it = figures.matrix.startswith("wgmma")
         measures.append(Measure(name, "matrix_instruction", figures.matrix, "", "wgmma", has_it))
     else:
         measures.append(Measure(name, "matrix_instruction", figures.matrix, ""))
-    if result.index_loads is None:
+    if case.narrow_stores is not None:
+        narrow = {width: count for width, count in figures.stores.items() if width < ROW_ACCESS_BYTES}
+        widths, wanted = _histogram(narrow), _histogram(case.narrow_stores)
+        measures.append(Measure(name, "narrow_stores", widths, "", wanted, widths == wanted))
+    if case.index_loads is None:
         return measures
     narrowest = narrowest_row_access(result)
     is_wide = narrowest >= ROW_ACCESS_BYTES
     return [*measures, Measure(name, "narrowest_row_access", narrowest, "B", ROW_ACCESS_BYTES, is_wide)]
+
+
+def _histogram(counts: Mapping[int, int]) -> str:
+    """{4: 1, 8: 2} -> "1 x 4 B, 2 x 8 B"."""
+    return ", ".join(f"{count} x {width} B" for width, count in sorted(counts.items())) or "none"
 
 
 def failures(measures: Sequence[Measure]) -> Iterator[str]:
@@ -95,8 +101,8 @@ def failures(measures: Sequence[Measure]) -> Iterator[str]:
 
 def print_tables(console: Console, results: Sequence[Result], variants: Sequence[Measure]) -> None:
     """A table for each kernel with a line for each case and chip, then the variants and whatever missed its gate."""
-    for kernel in dict.fromkeys(result.kernel for result in results):
-        _print_table(console, kernel, [result for result in results if result.kernel == kernel])
+    for kernel in dict.fromkeys(result.case.kernel for result in results):
+        _print_table(console, kernel, [result for result in results if result.case.kernel == kernel])
     console.print("Bytes; widest and narrowest: one lane's access to global memory; of rows: index loads left out.\n")
     for each in variants:
         console.print(f"{each.case}: {each.value} compiled variant(s) over strides and sizes", style=_style(each.ok))
@@ -120,13 +126,13 @@ def _print_table(console: Console, kernel: str, results: Sequence[Result]) -> No
         values = {each.metric: str(each.value) for each in measures}
         ok = not any(failures(measures))
         table.add_row(
-            "" if result.case == previous else result.case,
+            "" if result.case.name == previous else result.case.name,
             result.chip,
             *(values.get(metric, "") for metric in metrics),
             values.get("matrix_instruction", ""),
             Text("ok" if ok else "FAILED", style=_style(ok)),
         )
-        previous = result.case
+        previous = result.case.name
     console.print(table)
 
 

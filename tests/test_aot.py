@@ -102,6 +102,7 @@ def test_lines_have_the_fields_of_every_benchmark(report):
         "shared_bytes",
         "narrowest_row_access",
         "matrix_instruction",
+        "narrow_stores",
         "variants",
     }
 
@@ -109,13 +110,13 @@ def test_lines_have_the_fields_of_every_benchmark(report):
 NARROW = """
 import json, sys
 sys.path[:0] = ["kernels"]
-from benchmarks.aot_cases import LATENT, build_write, meta_view
+from benchmarks.aot_cases import LATENT, Case, build_write, meta_view
 from benchmarks.aot_compile import CHIPS, compile_launch
 from benchmarks.aot_report import Result, measure
 for chip in ("sm_90", "gfx942"):
     for gap in (1, 8):
         figures = compile_launch(build_write(meta_view(LATENT, 64), CHIPS[chip], gap=gap), CHIPS[chip])
-        measures = measure(Result("write", "narrow", chip, {8: 1}, 0, False, figures))
+        measures = measure(Result(Case("write", "narrow", None, {8: 1}), chip, figures))
         print(json.dumps([chip, gap, *((m.value, m.ok) for m in measures if m.metric == "narrowest_row_access")]))
 """
 
@@ -134,11 +135,12 @@ def test_a_kernel_with_narrow_accesses_is_rejected():
 GOOD = Figures(registers=20, spill_bytes=0, shared_bytes=0, loads={8: 1, 16: 2}, stores={16: 1}, matrix="")
 
 
-def verdicts(wgmma=False, **changes):
+def verdicts(wgmma=False, narrow_stores=None, **changes):
     """The metrics that miss their gate when a good write's figures are doctored."""
     figures = Figures(**{**{name: getattr(GOOD, name) for name in Figures.__slots__}, **changes})
-    result = Result("write", "doctored", "sm_90", {8: 1}, 0, wgmma, figures)
-    return [each.metric for each in measure(result) if each.ok is False]
+    index_loads = {8: 1} if narrow_stores is None else None
+    case = Case("write", "doctored", None, index_loads, narrow_stores=narrow_stores, wgmma=wgmma)
+    return [each.metric for each in measure(Result(case, "sm_90", figures)) if each.ok is False]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,9 @@ def verdicts(wgmma=False, **changes):
         ({"loads": {8: 2, 16: 1}}, ["narrowest_row_access"]),
         ({"loads": {8: 1, 4: 1, 16: 1}}, ["narrowest_row_access"]),
         ({"loads": {8: 1}}, ["narrowest_row_access"]),
+        ({"narrow_stores": {4: 1}, "stores": {16: 5, 4: 1}}, []),
+        ({"narrow_stores": {4: 1}, "stores": {16: 4, 4: 2}}, ["narrow_stores"]),
+        ({"narrow_stores": {}, "stores": {8: 2}}, ["narrow_stores"]),
         ({"wgmma": True, "matrix": "mma m16n8k16"}, ["matrix_instruction"]),
         ({"wgmma": True, "matrix": "wgmma m64n64k16"}, []),
     ],
@@ -168,9 +173,9 @@ def test_a_case_that_does_not_compile_is_rejected(monkeypatch):
         raise ValueError("view: does not fit")
 
     monkeypatch.setattr(aot, "CASES", (Case("mla_decode", "wide", refuse),))
-    result = aot.compile_case(0, "sm_90")
-    assert result.error == "ValueError: view: does not fit"
-    (line,) = measure(result)
+    figures, error = aot.compile_case(0, "sm_90")
+    assert error == "ValueError: view: does not fit"
+    (line,) = measure(Result(aot.CASES[0], "sm_90", figures, error))
     assert (line.metric, line.ok) == ("compile_errors", False)
 
 
