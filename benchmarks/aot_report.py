@@ -105,10 +105,14 @@ def print_tables(console: Console, results: Sequence[Result], variants: Sequence
         _print_table(console, kernel, [result for result in results if result.case.kernel == kernel])
     console.print("Bytes; widest and narrowest: one lane's access to global memory; of rows: index loads left out.\n")
     for each in variants:
-        console.print(f"{each.case}: {each.value} compiled variant(s) over strides and sizes", style=_style(each.ok))
+        variants_made = "1 variant" if each.value == 1 else f"{each.value} variants"
+        console.print(f"{each.case}: {variants_made} over strides and sizes", style=_style(each.ok))
     for result in results:
         for what in failures(measure(result)):
             console.print(f"{result.name}: {what} {result.error}", style="red", markup=False)
+    gates = [each for result in results for each in measure(result) if each.ok is not None] + list(variants)
+    missed = sum(each.ok is False for each in gates)
+    console.print(f"{len(results)} programs, {len(gates)} gates: {f'{missed} missed' if missed else 'all hold'}\n")
 
 
 def _print_table(console: Console, kernel: str, results: Sequence[Result]) -> None:

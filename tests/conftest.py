@@ -4,10 +4,11 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # files of tests run side by side, one per core
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
 
-# Files of tests run side by side, one per core; alone they take two.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 

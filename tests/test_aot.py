@@ -132,6 +132,30 @@ def test_a_kernel_with_narrow_accesses_is_rejected():
     ], done.stderr
 
 
+ALIGNMENT = """
+import json, sys
+sys.path[:0] = ["kernels"]
+from benchmarks.aot_compile import CHIPS
+from benchmarks.aot_registry import CASES
+launches = [case.build(CHIPS["sm_90"]) for case in CASES if case.is_quick]
+params = {(launch.kernel.__name__, param.name): param for launch in launches for param in launch.kernel.params}
+print(json.dumps([[*key, bool(param.do_not_specialize_on_alignment)] for key, param in params.items()]))
+"""
+INDICES = {
+    *("slot_mapping_ptr", "slots_ptr", "block_ids_ptr", "src_ptr", "dst_ptr", "positions_ptr", "seq_idx_ptr"),
+    *("block_table_ptr", "table_ptr", "row_lens_ptr", "cu_row_lens_ptr", "start_ptr"),
+    *("first_scale_ptr", "second_scale_ptr", "key_scale_ptr", "value_scale_ptr", "row_scale_ptr"),
+    *("sinks_ptr", "lse_ptr", "partial_lse_ptr", "weights_ptr"),
+}
+
+
+def test_indices_and_scales_at_any_address_make_no_variant():
+    done = run_compiling("-c", ALIGNMENT)
+    ours = [param for param in json.loads(done.stdout) if param[1] in INDICES]
+    assert {name for _, name, _ in ours} == INDICES, done.stderr
+    assert [param for param in ours if not param[2]] == []
+
+
 GOOD = Figures(registers=20, spill_bytes=0, shared_bytes=0, loads={8: 1, 16: 2}, stores={16: 1}, matrix="")
 
 

@@ -21,6 +21,7 @@ from kvstore_kernels import (
     read_rows,
     sparse_mla_decode,
     unpack_blocks,
+    workspace_numel,
     write_layers,
     write_rows,
 )
@@ -154,7 +155,7 @@ def test_schemas_name_the_tensors_that_change():
         arguments = {each.name: each for each in getattr(torch.ops.kvstore_kernels, name).default._schema.arguments}
         written = {key for key, each in arguments.items() if each.alias_info is not None and each.alias_info.is_write}
         memories = {"memory", "memories"} & arguments.keys()
-        assert written - memories == {"out", "lse"} & arguments.keys()
+        assert written - memories == {"out", "lse", "workspace"} & arguments.keys()
         assert written & memories == (set() if name in read_only | {"pack_blocks"} else memories)
 
 
@@ -166,3 +167,64 @@ def test_a_shared_memory_is_handed_over_once():
     assert [memory is view.memory for memory in memories] == [True]
     assert handle == table.handle
     assert view_args(view) == (view.memory, view.handle)
+
+
+def test_a_step_compiled_for_one_layer_serves_all():
+    row_format = kv_format(2, 16, dtype=FP32)
+    views = [make_view(row_format, 16, 8) for _ in range(12)]
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=count)
+    def step(view, slots, rows, table, lens, q):
+        write_rows(view, slots, rows, rows)
+        return gqa_decode(view, table, lens, q)
+
+    table, lens, slots = torch.tensor([[2]]).int(), torch.tensor([3]).int(), torch.arange(32, 35)
+    for idx, view in enumerate(views):
+        rows = torch.full((3, 2, 16), float(idx))
+        out, _ = step(view, slots, rows, table, lens, torch.ones(1, 4, 16))
+        assert torch.equal(out, torch.full_like(out, idx))
+    assert len(graphs) <= 2
+
+
+def test_a_scale_that_no_write_takes_is_refused_in_a_graph_too():
+    view = make_view(kv_format(2, 16, dtype=torch.float8_e4m3fn), 4, 6)
+    before, rows = view.memory.clone(), torch.randn(1, 2, 16)
+    for scales in ((0.0, 1.0), (1.0,), (None, 1.0), (True, 1.0)):
+
+        def step(rows, scales=scales):
+            write_rows(view, torch.tensor([1]), rows, rows, row_scales=scales)
+
+        with pytest.raises(Exception, match="row_scales"):
+            torch.compile(step, backend="aot_eager", fullgraph=True)(rows)
+    assert torch.equal(view.memory, before)
+
+
+def test_a_read_into_given_tensors_with_a_workspace_in_a_graph():
+    view = make_view(latent_format(64, 48, FP32), 4, 6)
+    write_rows(view, torch.arange(24), torch.randn(24, 1, 64))
+    table, lens, q = torch.tensor([[1, 2, 3]]).int(), torch.tensor([11]).int(), torch.randn(1, 4, 64)
+    out, lse, workspace = torch.empty(1, 4, 48), torch.empty(1, 4), torch.empty(workspace_numel(1, 4, 48, 3))
+
+    def step(q):
+        mla_decode(
+            view,
+            table,
+            lens,
+            q,
+            softmax_scale=0.1,
+            num_splits=3,
+            out=out,
+            lse=lse,
+            workspace=workspace,
+            backend="triton",
+        )
+
+    torch.compile(step, backend="aot_eager", fullgraph=True)(q)
+    expected = mla_decode(view, table, lens, q, softmax_scale=0.1, num_splits=3, backend="triton")
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])

@@ -145,8 +145,8 @@ PUBLIC = {
         compute_slot_mapping copy_blocks dsv4_format fill_blocks fp8_ds_mla_format gather_rows
         gqa_decode index_checks indexer_format indexer_scores kv_format latent_format layer_table
         merge_partials mla_decode mxfp8_latent_format nvfp4_ds_mla_format nvfp4_latent_format pack_blocks read_rows
-        resolve_backend sparse_mla_decode state_format token_head_format unpack_blocks warm_up write_layers
-        write_rows""",
+        resolve_backend sparse_mla_decode state_format token_head_format unpack_blocks warm_up
+        workspace_numel write_layers write_rows""",
 }
 
 

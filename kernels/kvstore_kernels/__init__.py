@@ -1,4 +1,12 @@
-"""Kernels of a paged KV-cache: pure functions on tensors and page views. No plan, group or sequence is known here."""
+"""Kernels of a paged KV-cache: pure functions on tensors and page views. No plan, group or sequence is known here.
+
+- A slot is block_id * rows_per_block + row_in_block, int64 (in lists of sparse reads int32 too). Block tables, lengths
+  and prefix sums are int32. -1, or anything else that names nothing, writes nothing and reads as no row.
+- Block 0 is a block like any other here, but for `compute_slot_mapping`, which gives its rows no slot: stores keep it
+  as the null block. So fill up tables with -1, or keep lengths right: reads do not skip block 0.
+- Views and layer tables are made once, outside of compiled functions; a function compiled for views serves any of the
+  same format and size.
+"""
 
 from kvstore_kernels.attention_ops import gqa_decode, merge_partials, mla_decode, sparse_mla_decode
 from kvstore_kernels.block_ops import (
@@ -27,6 +35,7 @@ from kvstore_kernels.quantised import (
     state_format,
     token_head_format,
 )
+from kvstore_kernels.reads import workspace_numel
 from kvstore_kernels.score_ops import indexer_scores
 from kvstore_kernels.warm import warm_up
 
@@ -65,6 +74,7 @@ __all__ = [
     "token_head_format",
     "unpack_blocks",
     "warm_up",
+    "workspace_numel",
     "write_layers",
     "write_rows",
 ]

@@ -30,6 +30,7 @@ def gqa_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one or several query tokens per sequence over paged K and V, plain or quantised.
@@ -41,7 +42,8 @@ def gqa_decode(
             sees one less (speculative decoding). Or int32 [num_seqs, num_queries], rows that each query sees: whatever
             lies between the first and the last row that any query of a sequence sees must have been written.
         q: [num_seqs, num_heads, head_dim] or [num_seqs, num_queries, num_heads, head_dim] in the rows' dtype, over
-            quantised rows in bf16, fp16 or fp32; num_heads is a multiple of the KV heads.
+            quantised rows in bf16, fp16 or fp32; num_heads is a multiple of the KV heads. Numbers of quantised rows
+            become numbers of q's dtype: of fp16, infinite above 65,504.
         softmax_scale: None: head_dim ** -0.5.
         window: the query at position p sees positions > p - window; block i is in column i % width.
         soft_cap: scores become soft_cap * tanh(score / soft_cap).
@@ -49,6 +51,8 @@ def gqa_decode(
         row_scales: of rows whose scales lie outside the cache, for K and for V, as `write_rows`.
         out, lse: tensors to write to.
         num_splits: parts the keys are split into, merged afterwards; None: from a table of host values.
+        workspace: fp32 [n] for the results of the parts, n at least `workspace_numel(...)`; None: allocated. With it,
+            `out` and `lse` nothing is allocated.
         backend: as `write_rows`.
 
     Returns: out, the axes of q with head_dim_v columns, in q's dtype; lse, the axes of q without the last, fp32,
@@ -61,11 +65,11 @@ def gqa_decode(
         scale = view.format.part("k").head_dim ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = allocate_outputs(q, view.format.part("v").head_dim, out, lse)
         scales = scale_tensors(row_scales, view.memory)
-        shared = (sinks, scales, out, lse, num_splits, resolve_backend(backend, view.device))
+        shared = (sinks, scales, out, lse, num_splits, workspace, resolve_backend(backend, view.device))
         OPS.gqa_decode(*view_args(view), block_table, row_lens, q, scale, window, soft_cap, *shared)
         return out, lse
     if looks_at_indices():
-        check_read(view, block_table, row_lens, window)
+        check_read(view, block_table, row_lens, q, window)
     result: tuple[torch.Tensor, torch.Tensor] = module_for(backend, view, gqa).gqa_decode(
         view,
         block_table,
@@ -79,6 +83,7 @@ def gqa_decode(
         out=out,
         lse=lse,
         num_splits=num_splits,
+        workspace=workspace,
     )
     return result
 
@@ -95,6 +100,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over paged latent rows, plain or quantised; K is the row, V its leading value_dim columns.
@@ -104,7 +110,7 @@ def mla_decode(
         q: [num_seqs, num_heads, latent_dim] or [num_seqs, num_queries, num_heads, latent_dim] in the rows' dtype, over
             quantised rows in bf16, fp16 or fp32: the absorbed query, nope columns first.
         softmax_scale: of the model; it cannot be told from the latent row.
-        block_table, row_lens, sinks, row_scales, out, lse, num_splits, backend: as `gqa_decode`.
+        block_table, row_lens, sinks, row_scales, out, lse, num_splits, workspace, backend: as `gqa_decode`.
 
     Returns: out, the axes of q with value_dim columns, and lse, as `gqa_decode`.
 
@@ -114,11 +120,11 @@ def mla_decode(
     if torch.compiler.is_compiling():
         out, lse = allocate_outputs(q, _value_dim(view), out, lse)
         scales = scale_tensors(row_scales, view.memory)
-        shared = (sinks, scales, out, lse, num_splits, resolve_backend(backend, view.device))
+        shared = (sinks, scales, out, lse, num_splits, workspace, resolve_backend(backend, view.device))
         OPS.mla_decode(*view_args(view), block_table, row_lens, q, softmax_scale, *shared)
         return out, lse
     if looks_at_indices():
-        check_read(view, block_table, row_lens, None)
+        check_read(view, block_table, row_lens, q)
     result: tuple[torch.Tensor, torch.Tensor] = module_for(backend, view, mla).mla_decode(
         view,
         block_table,
@@ -130,6 +136,7 @@ def mla_decode(
         out=out,
         lse=lse,
         num_splits=num_splits,
+        workspace=workspace,
     )
     return result
 
@@ -146,6 +153,7 @@ def sparse_mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of query tokens over the latent rows that a list of slots names for each (top-k).
@@ -157,8 +165,8 @@ def sparse_mla_decode(
         q: [num_tokens, num_heads, latent_dim], as `mla_decode`. Several queries of a sequence are tokens of their own,
             for each has its own list.
         second: another cache with rows of the same columns, and its slots: both lists are attended to as one.
-        softmax_scale, sinks, row_scales, out, lse, num_splits, backend: as `mla_decode`; each list is split into
-            `num_splits`.
+        softmax_scale, sinks, row_scales, out, lse, num_splits, workspace, backend: as `mla_decode`; each list is split
+            into `num_splits`, so that a workspace for two lists is twice as large.
 
     Returns: out [num_tokens, num_heads, value_dim] and lse, as `mla_decode`.
 
@@ -169,7 +177,7 @@ def sparse_mla_decode(
         out, lse = allocate_outputs(q, _value_dim(view), out, lse)
         scales = scale_tensors(row_scales, view.memory)
         other = (None, 0, None) if second is None else (*view_args(second[0]), second[1])
-        shared = (sinks, scales, out, lse, num_splits, resolve_backend(backend, view.device))
+        shared = (sinks, scales, out, lse, num_splits, workspace, resolve_backend(backend, view.device))
         OPS.sparse_mla_decode(*view_args(view), slots, q, softmax_scale, *other, *shared)
         return out, lse
     if looks_at_indices():
@@ -187,6 +195,7 @@ def sparse_mla_decode(
         out=out,
         lse=lse,
         num_splits=num_splits,
+        workspace=workspace,
     )
     return result
 

@@ -13,10 +13,10 @@ from kvstore_kernels import copy, fill, launch, pack, quant_write, slots, write
 from kvstore_kernels.checks import expect_shape
 from kvstore_kernels.choice import OPS, scale_tensors
 from kvstore_kernels.copy import Layers, LayerTable, layer_table
-from kvstore_kernels.index_checks import check_ids, looks_at_indices
+from kvstore_kernels.index_checks import check_copy, check_ids, looks_at_indices
 from kvstore_kernels.launch import resolve_backend
 from kvstore_kernels.library import layer_args
-from kvstore_kernels.quant_rules import RowScale
+from kvstore_kernels.quant_rules import RowScale, row_scale_of
 from kvstore_kernels.reference import blocks as reference_blocks
 from kvstore_kernels.reference import layers as reference_layers
 from kvstore_kernels.reference import slots as reference_slots
@@ -42,8 +42,7 @@ def copy_blocks(views: Layers, src: torch.Tensor, dst: torch.Tensor, *, backend:
         OPS.copy_blocks(*layer_args(table), src, dst, resolve_backend(backend, table.device))
         return
     if looks_at_indices():
-        check_ids("src", src, table.num_blocks, what="block")
-        check_ids("dst", dst, table.num_blocks, what="block", written=True)
+        check_copy(src, dst, table.num_blocks)
     _pick(backend, table, copy).copy_blocks(table, src, dst)
 
 
@@ -75,7 +74,8 @@ def pack_blocks(
     Args:
         views: as `copy_blocks`; their order is that of the pages in a row.
         block_ids: int64 [num_ids]; an id that is none of 0 ... num_blocks - 1 gives a row of zeros.
-        out: uint8 [num_ids, packed_bytes] to fill, contiguous, its address a multiple of 16; None: a new tensor.
+        out: uint8 [num_ids, packed_bytes] to fill, contiguous, its address a multiple of 16, no memory of the pages;
+            None: a new tensor.
         backend: as `copy_blocks`.
 
     Returns: uint8 [num_ids, packed_bytes]; packed_bytes is the sum of the layers' page_bytes.
@@ -103,7 +103,7 @@ def unpack_blocks(views: Layers, block_ids: torch.Tensor, packed: torch.Tensor, 
     Args:
         views: as `copy_blocks`, in the order of the pages in a row.
         block_ids: int64 [num_ids]; ids that are none of 0 ... num_blocks - 1 are skipped.
-        packed: uint8 [num_ids, packed_bytes], contiguous, its address a multiple of 16.
+        packed: uint8 [num_ids, packed_bytes], contiguous, its address a multiple of 16, no memory of the pages.
         backend: as `copy_blocks`.
 
     Raises: as `copy_blocks`.
@@ -143,6 +143,7 @@ def write_layers(
     if not first.format.quantised and row_scales is not None:
         raise ValueError(f"row_scales: rows of format {first.format.name!r} have none, got {row_scales!r}")
     if torch.compiler.is_compiling():
+        row_scale_of(first.format, row_scales, table.device, len(table.views))
         scales, chosen = scale_tensors(row_scales, first.memory), resolve_backend(backend, table.device)
         OPS.write_layers(*layer_args(table), slot_mapping, parts, scales, chosen)
         return
@@ -197,6 +198,8 @@ def compute_slot_mapping(
         return out
     if looks_at_indices():
         check_ids("seq_idx", seq_idx, block_table.shape[0], what="sequence")
+        if not wraps and isinstance(block_size, int):
+            check_ids("positions", positions, block_table.shape[1] * block_size, what="position")
     chosen: Any = reference_slots if name == "reference" else slots
     result: torch.Tensor = chosen.compute_slot_mapping(
         block_table, positions, seq_idx, block_size, tokens_per_row, rows_per_block, wraps, out

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+MAX_FP32 = torch.finfo(torch.float32).max
+
 
 def cdiv(numerator: int, denominator: int) -> int:
     """The smallest integer >= numerator / denominator."""
@@ -18,6 +20,12 @@ def round_up(value: int, multiple: int) -> int:
 def next_power_of_2(value: int) -> int:
     """The smallest power of two >= value, which is at least 1; Triton's own takes 15 us."""
     return 1 << (value - 1).bit_length()
+
+
+def expect_bool(name: str, value: object) -> None:
+    """Raises: TypeError when `value` is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def expect_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:

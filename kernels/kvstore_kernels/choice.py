@@ -27,10 +27,17 @@ def module_for(backend: str | None, view: PageView, triton_module: Any) -> Any:
 
 
 def scale_tensors(row_scales: RowScale | Sequence[RowScale] | None, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Scales as tensors of one element, as the registered ops take them."""
+    """Scales as tensors of one element, as the registered ops take them; none for None.
+
+    Raises: TypeError for one that is neither a number nor a tensor.
+    """
     given: list[Any] = list(row_scales) if isinstance(row_scales, tuple | list) else [row_scales]
+    if row_scales is None:
+        return []
+    for scale in given:
+        if isinstance(scale, bool) or not isinstance(scale, torch.Tensor | float | int):
+            raise TypeError(f"row_scales: expected numbers or fp32 tensors, got {type(scale).__name__}")
     return [
         scale if isinstance(scale, torch.Tensor) else memory.new_full((1,), scale, dtype=torch.float32)
         for scale in given
-        if scale is not None
     ]

@@ -98,6 +98,10 @@ class LayerTable:
         )
         object.__setattr__(self, "is_uniform", is_uniform)
 
+    def __reduce__(self) -> tuple[type, tuple[tuple[PageView, ...]]]:
+        """A copy is made anew, for it holds addresses."""
+        return LayerTable, (self.views,)
+
     @property
     def num_blocks(self) -> int:
         """Blocks 0 ... num_blocks - 1 exist in every layer; other ids are skipped by every kernel."""
@@ -186,7 +190,7 @@ def page_launch(kernel: Any, table: LayerTable, num_ids: int, args: Mapping[str,
     )
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
 def _copy_kernel(
     layers_ptr,  # [num_layers, 4] int64
     src_ptr,  # [num_copies] int64

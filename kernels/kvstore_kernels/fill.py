@@ -9,7 +9,7 @@ from kvstore_kernels.copy import Layers, LayerTable, expect_block_ids, layer_tab
 from kvstore_kernels.launch import Launch, Target, current_target
 
 
-@triton.jit(do_not_specialize=["word", "num_blocks"])
+@triton.jit(do_not_specialize=["word", "num_blocks"], do_not_specialize_on_alignment=["block_ids_ptr"])
 def _fill_kernel(
     layers_ptr,  # [num_layers, 4] int64
     block_ids_ptr,  # [num_ids] int64

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kvstore_kernels.launch import Launch, Target, current_target, lanes_of_16_bytes
 from kvstore_kernels.pages import PageView
-from kvstore_kernels.pieces import expect_gather, make_pieces, outputs
+from kvstore_kernels.pieces import expect_movable, expect_tables, make_pieces, outputs
 from kvstore_kernels.tiles import page_args, page_start, piece_args, piece_constexprs, tile_bytes
 
 TILE_BYTES = 8192
@@ -41,7 +41,8 @@ def _find_sequence(cu_row_lens_ptr, item, num_seqs, TILE_ROWS: tl.constexpr):
         "num_blocks",
         "offset_units",
         "block_stride_units",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_table_ptr", "cu_row_lens_ptr", "start_ptr"],
 )
 def _gather_kernel(
     memory_ptr,  # [memory elements] integers of the rows' element size, like both outputs
@@ -168,7 +169,8 @@ def gather_launch(
     target: Target,
 ) -> tuple[Launch, tuple[torch.Tensor, ...]]:
     """The launch of `gather_rows` on `target` and the tensors it fills; the tensors may be meta tensors."""
-    expect_gather(view, block_table, cu_row_lens, num_rows, start, wraps)
+    expect_movable(view)
+    expect_tables(view, block_table, cu_row_lens, num_rows, start, wraps)
     parts = outputs(view, num_rows, out)
     pieces = make_pieces(view.format.parts, parts)
     num_seqs, table_width = block_table.shape

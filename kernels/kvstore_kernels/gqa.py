@@ -27,6 +27,7 @@ from kvstore_kernels.reads import (
     expect_sinks,
     expect_soft_cap,
     expect_window,
+    expect_workspace,
     query_args,
     read_args,
 )
@@ -62,7 +63,7 @@ from kvstore_kernels.tiles import page_start
         "offset_units",
         "block_stride_units",
     ],
-    do_not_specialize_on_alignment=["key_scale_ptr", "value_scale_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "row_lens_ptr", "lse_ptr", "key_scale_ptr", "value_scale_ptr"],
 )
 def _gqa_kernel(
     memory_ptr,  # [memory elements] of the rows' dtype; uint8 where rows are codes
@@ -198,6 +199,7 @@ def gqa_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one or several queries per sequence over rows of K and V.
 
@@ -220,6 +222,7 @@ def gqa_decode(
         out: the axes of q with head_dim_v columns, of q's dtype, contiguous; None: allocated.
         lse: fp32, the axes of q without the last, contiguous; None: allocated.
         num_splits: parts the rows are split into; None: from a table of host values.
+        workspace: fp32 [n] for the results of the parts, n as `workspace_numel` says; None: allocated.
 
     Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a query without rows.
 
@@ -235,6 +238,7 @@ def gqa_decode(
     part = computed_part(key, q)
     expect_read(view, block_table, row_lens, q, part, value_dim, softmax_scale, out, lse, num_splits)
     expect_sinks(sinks, q.shape[-2], q.device)
+    expect_workspace(workspace, q.device)
     scales = expect_row_scales(view, (key, value), row_scales)
     target = current_target(_gqa_kernel)
     if num_splits is None:
@@ -244,7 +248,7 @@ def gqa_decode(
         )
     out, lse = allocate_outputs(q, value_dim, out, lse)
     merged = num_splits > 1 or sinks is not None
-    partial_out, partial_lse = allocate_partials(out, lse, num_splits, merged=merged)
+    partial_out, partial_lse = allocate_partials(out, lse, num_splits, merged=merged, workspace=workspace)
     gqa_launch(
         view,
         block_table,

@@ -31,7 +31,8 @@ TILE_QUERIES = 4
         "num_columns",
         "offset_units",
         "block_stride_units",
-    ]
+    ],
+    do_not_specialize_on_alignment=["table_ptr", "row_lens_ptr", "weights_ptr"],
 )
 def _indexer_kernel(
     memory_ptr,  # [memory elements] of the keys' dtype; uint8 where keys are codes

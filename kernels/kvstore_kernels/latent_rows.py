@@ -135,6 +135,17 @@ def outside_scale_of(view: PageView, row_scales: Sequence[RowScale] | RowScale |
     return expect_scales(view, value_parts(view, quantised=False), row_scales)[0]
 
 
+def outside_scales_of(views: Sequence[PageView], row_scales: Sequence[RowScale] | RowScale | None) -> list[RowScale]:
+    """The same for several views: those whose rows have their scale outside share it.
+
+    Raises: as `outside_scale_of`; `row_scales` must be None where no rows have their scale outside.
+    """
+    outside = [any(part.scale_kind == "outside" for part in value_parts(view, quantised=False)) for view in views]
+    if row_scales is not None and not any(outside):
+        return [outside_scale_of(view, row_scales) for view in views]  # which says what is wrong
+    return [outside_scale_of(view, row_scales if own else None) for view, own in zip(views, outside, strict=True)]
+
+
 def row_args(row: LatentRow, view: PageView, row_scale: RowScale) -> dict[str, torch.Tensor | float | None]:
     """The run-time arguments of a read of latent rows: the memory, and the scale outside the cache.
 

@@ -2,8 +2,8 @@
 
 Each is a function that fills tensors it is given. A PageView is no tensor: an op takes its memory, which it may
 change, and its handle, by which the numbers beside it are found again; the layers of a group come as their memories
-and the handle of their table. `Library.define`, `impl` and `register_fake` cost a tenth of what `custom_op` costs a
-call.
+and the handle of their table. Handles are symbolic, so that one graph serves every view. `Library.define`, `impl` and
+`register_fake` cost a tenth of what `custom_op` costs a call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,15 +38,18 @@ from kvstore_kernels.reference import slots as reference_slots
 
 NAMESPACE = "kvstore_kernels"
 
-_VIEW = "Tensor memory, int view"
-_LAYERS = "Tensor(a!)[] memories, int layers"
+_VIEW = "Tensor memory, SymInt view"
+_LAYERS = "Tensor(a!)[] memories, SymInt layers"
 _TABLE = "Tensor block_table, Tensor row_lens, Tensor q"
 _ROWS = "Tensor slot_mapping, Tensor[] parts, Tensor[] row_scales, str backend"
-_OUT = "Tensor? sinks, Tensor[] row_scales, Tensor(b!) out, Tensor(c!) lse, int? num_splits, str backend"
+_OUT = (
+    "Tensor? sinks, Tensor[] row_scales, Tensor(b!) out, Tensor(c!) lse, int? num_splits, Tensor(d!)? workspace, "
+    "str backend"
+)
 
 SCHEMAS: Mapping[str, str] = MappingProxyType(
     {
-        "write_rows": f"Tensor(a!) memory, int view, {_ROWS}",
+        "write_rows": f"Tensor(a!) memory, SymInt view, {_ROWS}",
         "write_layers": f"{_LAYERS}, {_ROWS}",
         "gather_rows": f"{_VIEW}, Tensor block_table, Tensor cu_row_lens, SymInt num_rows, Tensor? start, bool wraps, "
         "ScalarType? dtype, Tensor[] row_scales, Tensor(b!)[] out, str backend",
@@ -54,13 +57,13 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "gqa_decode": f"{_VIEW}, {_TABLE}, float softmax_scale, int? window, float? soft_cap, {_OUT}",
         "mla_decode": f"{_VIEW}, {_TABLE}, float softmax_scale, {_OUT}",
         "sparse_mla_decode": f"{_VIEW}, Tensor slots, Tensor q, float softmax_scale, Tensor? second_memory, "
-        f"int second_view, Tensor? second_slots, {_OUT}",
+        f"SymInt second_view, Tensor? second_slots, {_OUT}",
         "indexer_scores": f"{_VIEW}, {_TABLE}, Tensor weights, Tensor(b!) out, str backend",
         "merge_partials": "Tensor partial_out, Tensor partial_lse, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, "
         "str backend",
         "copy_blocks": f"{_LAYERS}, Tensor src, Tensor dst, str backend",
         "fill_blocks": f"{_LAYERS}, Tensor block_ids, int value, str backend",
-        "pack_blocks": "Tensor[] memories, int layers, Tensor block_ids, Tensor(b!) out, str backend",
+        "pack_blocks": "Tensor[] memories, SymInt layers, Tensor block_ids, Tensor(b!) out, str backend",
         "unpack_blocks": f"{_LAYERS}, Tensor block_ids, Tensor packed, str backend",
         "compute_slot_mapping": "Tensor block_table, Tensor positions, Tensor seq_idx, int block_size, "
         "int tokens_per_row, int? rows_per_block, bool wraps, Tensor(a!) out, str backend",
@@ -140,7 +143,7 @@ def _sparse_mla_decode(
     view: PageView, slots: Any, q: Any, softmax_scale: float, memory: Any, handle: int, second_slots: Any, *rest: Any
 ) -> None:
     second = None if memory is None else (_view(memory, handle), second_slots)
-    sinks, row_scales, out, lse, num_splits, backend = rest
+    sinks, row_scales, out, lse, num_splits, workspace, backend = rest
     (reference if backend == "reference" else sparse).sparse_mla_decode(
         view,
         slots,
@@ -152,6 +155,7 @@ def _sparse_mla_decode(
         out=out,
         lse=lse,
         num_splits=num_splits,
+        workspace=workspace,
     )
 
 

@@ -13,7 +13,10 @@ TILE_SPLITS = 16
 """Parts taken in one step: enough loads in flight to hide their latency, and one variant for any number of splits."""
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_heads"])
+@triton.jit(
+    do_not_specialize=["num_splits", "num_heads"],
+    do_not_specialize_on_alignment=["partial_lse_ptr", "lse_ptr", "sinks_ptr"],
+)
 def _merge_kernel(
     partial_out_ptr,  # [num_rows, num_splits, DIM] fp32
     partial_lse_ptr,  # [num_rows, num_splits] fp32, natural log
@@ -45,11 +48,11 @@ def _merge_kernel(
         weights = tl.exp2((scores - anchor[:, None]) * LOG2_E)
         factor = tl.exp2((running_max - anchor) * LOG2_E)
         running_max, running_sum = new_max, running_sum * factor + tl.sum(weights, 1)
-        weights = tl.trans(weights)
+        weights, is_part = tl.trans(weights), tl.trans(scores) != float("-inf")
         # Selected, not multiplied away: what an empty part holds may be NaN.
         parts = tl.load(
             partial_out_ptr + (row * num_splits + splits[:, None]) * DIM + columns[None, :],
-            mask=(weights > 0.0) & (columns < DIM)[None, :],
+            mask=is_part & (columns < DIM)[None, :],
             other=0.0,
         )
         merged = merged * factor[:, None] + tl.sum(parts * weights, 0)[None, :]

@@ -25,6 +25,7 @@ from kvstore_kernels.reads import (
     allocate_partials,
     expect_read,
     expect_sinks,
+    expect_workspace,
     query_args,
     read_args,
 )
@@ -53,7 +54,8 @@ from kvstore_kernels.splits import ReadTile, choose_num_splits, num_cores
         "lens_per_query",
         "offset_units",
         "block_stride_units",
-    ]
+    ],
+    do_not_specialize_on_alignment=["table_ptr", "row_lens_ptr", "lse_ptr", "row_scale_ptr"],
 )
 def _mla_kernel(
     first_ptr,  # [memory words] of the first columns, see `latent_rows.Run`
@@ -163,6 +165,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one or several queries per sequence over latent rows: K is a row, V its first `value_dim` columns.
 
@@ -181,6 +184,7 @@ def mla_decode(
         out: the axes of q with value_dim columns, of q's dtype, contiguous; None: allocated.
         lse: fp32, the axes of q without the last, contiguous; None: allocated.
         num_splits: parts the rows are split into; None: from a table of host values.
+        workspace: fp32 [n] for the results of the parts, n as `workspace_numel` says; None: allocated.
 
     Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf for a query without rows.
 
@@ -190,6 +194,7 @@ def mla_decode(
     row = latent_row(view)
     expect_read(view, block_table, row_lens, q, row.key(q), row.value_dim, softmax_scale, out, lse, num_splits)
     expect_sinks(sinks, q.shape[-2], q.device)
+    expect_workspace(workspace, q.device)
     scale = outside_scale_of(view, row_scales)
     target = current_target(_mla_kernel)
     if num_splits is None:
@@ -198,7 +203,7 @@ def mla_decode(
         num_splits = choose_num_splits(num_programs, block_table.shape[1] * view.rows_per_block, num_cores(q.device))
     out, lse = allocate_outputs(q, row.value_dim, out, lse)
     merged = num_splits > 1 or sinks is not None
-    partial_out, partial_lse = allocate_partials(out, lse, num_splits, merged=merged)
+    partial_out, partial_lse = allocate_partials(out, lse, num_splits, merged=merged, workspace=workspace)
     mla_launch(
         view,
         block_table,

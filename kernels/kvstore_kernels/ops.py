@@ -12,7 +12,7 @@ from kvstore_kernels.launch import resolve_backend
 from kvstore_kernels.library import view_args
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.quant_reads import value_shapes
-from kvstore_kernels.quant_rules import RowScale
+from kvstore_kernels.quant_rules import RowScale, row_scale_of
 
 
 def write_rows(
@@ -30,7 +30,8 @@ def write_rows(
             skipped. Equal slots in one call leave the content of that row undefined.
         parts: one tensor per part of the format, [at least num_rows, num_heads, head_dim] or flattened to two axes,
             of the part's dtype, the row stride free. A latent row may also come as two tensors, nope and rope. Parts
-            of a quantised format are bf16, fp16 or fp32, one for each part that holds no scales.
+            of a quantised format are bf16, fp16 or fp32, one for each part that holds no scales. They must not lie in
+            the pages that are written.
         row_scales: for quantised rows whose scale lies outside the cache (fp8 per tensor): what values are divided by,
             per part a float or an fp32 tensor of one element; None: 1.0.
         backend: "triton", "reference", or None: Triton on a GPU, the reference elsewhere.
@@ -41,6 +42,7 @@ def write_rows(
     if not view.format.quantised and row_scales is not None:
         raise ValueError(f"row_scales: rows of format {view.format.name!r} have none, got {row_scales!r}")
     if torch.compiler.is_compiling():
+        row_scale_of(view.format, row_scales, view.device)
         scales = scale_tensors(row_scales, view.memory)
         OPS.write_rows(*view_args(view), slot_mapping, parts, scales, resolve_backend(backend, view.device))
         return

@@ -28,7 +28,7 @@ def _packed_pointer(packed_ptr, row, packed_units):
     return words_ptr + row * packed_units.to(tl.int64) * 4
 
 
-@triton.jit(do_not_specialize=["packed_units", "num_blocks"])
+@triton.jit(do_not_specialize=["packed_units", "num_blocks"], do_not_specialize_on_alignment=["block_ids_ptr"])
 def _pack_kernel(
     layers_ptr,  # [num_layers, 4] int64
     block_ids_ptr,  # [num_ids] int64
@@ -48,7 +48,7 @@ def _pack_kernel(
     tl.store(_packed_pointer(packed_ptr, row, packed_units) + packed_words + words, values, mask=in_page)
 
 
-@triton.jit(do_not_specialize=["packed_units", "num_blocks"])
+@triton.jit(do_not_specialize=["packed_units", "num_blocks"], do_not_specialize_on_alignment=["block_ids_ptr"])
 def _unpack_kernel(
     layers_ptr,  # [num_layers, 4] int64
     block_ids_ptr,  # [num_ids] int64
@@ -140,7 +140,10 @@ def _expect_packed(name: str, packed: torch.Tensor, num_ids: int, table: LayerTa
     expect_device(name, packed, table.device)
     is_meta = packed.device.type == "meta"
     if not packed.is_contiguous() or (not is_meta and packed.data_ptr() % ALIGNMENT_BYTES):
-        raise ValueError(f"{name}: expected contiguous bytes whose address is a multiple of {ALIGNMENT_BYTES}")
+        raise ValueError(
+            f"{name}: expected contiguous bytes whose address is a multiple of {ALIGNMENT_BYTES}, "
+            f"got strides {packed.stride()} and address {packed.data_ptr():#x}"
+        )
 
 
 def _args(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor) -> dict[str, torch.Tensor | int]:

@@ -51,7 +51,10 @@ class PageView:
         if not self.memory.is_contiguous() or (
             self.memory.device.type != "meta" and self.memory.data_ptr() % ALIGNMENT_BYTES
         ):
-            raise ValueError(f"memory: expected contiguous bytes whose address is a multiple of {ALIGNMENT_BYTES}")
+            raise ValueError(
+                f"memory: expected contiguous bytes whose address is a multiple of {ALIGNMENT_BYTES}, "
+                f"got stride {self.memory.stride(0)} and address {self.memory.data_ptr():#x}"
+            )
         if not isinstance(self.format, RowFormat):
             raise TypeError(f"format: expected a RowFormat, got {type(self.format).__name__}")
         size = max(part.dtype.itemsize for part in self.format.parts)
@@ -76,6 +79,17 @@ class PageView:
         object.__setattr__(self, "handle", next(_handles))
         _views[self.handle] = self
         object.__setattr__(self, "_tensors", {part.name: self._strided(part.name) for part in self.format.parts})
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """A copy is made anew, for its parts are views of its own memory, and its handle is its own."""
+        return PageView, (
+            self.memory,
+            self.offset_bytes,
+            self.block_stride_bytes,
+            self.num_blocks,
+            self.rows_per_block,
+            self.format,
+        )
 
     @property
     def page_bytes(self) -> int:

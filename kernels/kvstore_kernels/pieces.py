@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvstore_kernels.checks import expect_device, expect_dtype, expect_int, expect_shape
+from kvstore_kernels.checks import expect_bool, expect_device, expect_dtype, expect_int, expect_shape
 from kvstore_kernels.formats import ALIGNMENT_BYTES, RowFormat, RowPart
 from kvstore_kernels.pages import PageView
 
@@ -62,7 +62,7 @@ def expect_movable(view: PageView) -> None:
     if not is_movable(view.format):
         raise ValueError(
             "view: expected a format of one or two dense parts of one element size, the second right behind the first "
-            f"or alone in area 1, got {view.format}"
+            f"or alone in area 1, got {view.format.name!r}"
         )
 
 
@@ -81,7 +81,7 @@ def expect_slots(view: PageView, slot_mapping: torch.Tensor) -> int:
     return slot_mapping.shape[0]
 
 
-def expect_gather(
+def expect_tables(
     view: PageView,
     block_table: torch.Tensor,
     cu_row_lens: torch.Tensor,
@@ -89,13 +89,16 @@ def expect_gather(
     start: torch.Tensor | None,
     wraps: bool,
 ) -> None:
-    """Raises: ValueError or TypeError unless the arguments are those of a gather; see `gather_rows`."""
-    expect_movable(view)
+    """Raises: ValueError or TypeError unless the tables say which rows to gather; see `gather_rows`."""
+    expect_bool("wraps", wraps)
     expect_shape("block_table", block_table, (None, None))
-    expect_index("block_table", block_table, torch.int32, view.device)
-    num_seqs = block_table.shape[0]
+    num_seqs, width = block_table.shape
     expect_shape("cu_row_lens", cu_row_lens, (num_seqs + 1,))
-    expect_index("cu_row_lens", cu_row_lens, torch.int32, view.device)
+    if start is not None:
+        expect_shape("start", start, (num_seqs,))
+    for name, tensor in (("block_table", block_table), ("cu_row_lens", cu_row_lens), ("start", start)):
+        if tensor is not None:
+            expect_index(name, tensor, torch.int32, view.device)
     expect_int("num_rows", num_rows, 0)
     if cu_row_lens.is_cpu:  # elsewhere a look would be a synchronisation
         sums = cu_row_lens.numpy()
@@ -103,10 +106,7 @@ def expect_gather(
             raise ValueError(f"cu_row_lens: expected 0 and a running sum of lengths, got {sums[:8].tolist()} ...")
         if sums[-1] != num_rows:
             raise ValueError(f"num_rows: expected cu_row_lens[-1], which is {sums[-1]}, got {num_rows}")
-    if start is not None:
-        expect_shape("start", start, (num_seqs,))
-        expect_index("start", start, torch.int32, view.device)
-    if wraps and num_rows and not block_table.shape[1]:
+    if wraps and num_rows and not width:
         raise ValueError("block_table: expected at least one column when it wraps, got none")
 
 

@@ -16,6 +16,7 @@ from kvstore_kernels.formats import ALIGNMENT_BYTES
 from kvstore_kernels.gather import _find_sequence
 from kvstore_kernels.launch import Launch, Target, current_target, lanes_of_16_bytes
 from kvstore_kernels.pages import PageView
+from kvstore_kernels.pieces import expect_tables
 from kvstore_kernels.quant_reads import (
     KINDS,
     PERMUTED,
@@ -23,7 +24,6 @@ from kvstore_kernels.quant_reads import (
     ValuePart,
     expect_read_slots,
     expect_scales,
-    expect_tables,
     output_piece,
     value_outputs,
     value_parts,
@@ -47,7 +47,15 @@ ACCESSES_PER_LANE = 4
         "num_blocks",
         "offset_units",
         "block_stride_units",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "slots_ptr",
+        "block_table_ptr",
+        "cu_row_lens_ptr",
+        "start_ptr",
+        "first_scale_ptr",
+        "second_scale_ptr",
+    ],
 )
 def _read_kernel(
     memory_ptr,  # [memory bytes] uint8

@@ -51,7 +51,10 @@ def _write_heads(
     tl.store(memory_ptr + records[:, None] + columns[None, :], codes, mask=mask)
 
 
-@triton.jit(do_not_specialize=[*NOT_SPECIALISED, "first_scale_step", "second_scale_step"])
+@triton.jit(
+    do_not_specialize=[*NOT_SPECIALISED, "first_scale_step", "second_scale_step"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr", "first_scale", "second_scale"],
+)
 def heads_kernel(
     memory_ptr,  # [num_bytes] uint8; None where there are layers
     layers_ptr,  # [num_layers, 4] int64, a LayerTable; None: one view

@@ -4,13 +4,14 @@ fp8_ds_mla:  | nope, e4m3 | scales | rope, bf16 |   ->   out [num_rows, 1, 576]:
 """
 
 import ctypes
+import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvstore_kernels.checks import cdiv, expect_device, expect_dtype, expect_int, expect_shape, next_power_of_2
+from kvstore_kernels.checks import MAX_FP32, cdiv, expect_device, expect_dtype, expect_shape, next_power_of_2
 from kvstore_kernels.formats import ROW_DTYPES, Quantised, RowFormat, RowPart, dtype_name
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.pieces import Piece, expect_index
@@ -131,34 +132,6 @@ def _value_part(row_format: RowFormat, part: RowPart, entry: Quantised | None, o
     return ValuePart(part, kind, scale_kind, scales, tile, output, column)
 
 
-def expect_tables(
-    view: PageView,
-    block_table: torch.Tensor,
-    cu_row_lens: torch.Tensor,
-    num_rows: int,
-    start: torch.Tensor | None,
-    wraps: bool,
-) -> None:
-    """Raises: ValueError or TypeError unless the tables say which rows to gather; see `gather_dequantised`."""
-    expect_shape("block_table", block_table, (None, None))
-    num_seqs, width = block_table.shape
-    expect_shape("cu_row_lens", cu_row_lens, (num_seqs + 1,))
-    if start is not None:
-        expect_shape("start", start, (num_seqs,))
-    for name, tensor in (("block_table", block_table), ("cu_row_lens", cu_row_lens), ("start", start)):
-        if tensor is not None:
-            expect_index(name, tensor, torch.int32, view.device)
-    expect_int("num_rows", num_rows, 0)
-    if cu_row_lens.is_cpu:  # elsewhere a look would be a synchronisation
-        sums = cu_row_lens.numpy()
-        if sums[0] or (sums[1:] < sums[:-1]).any():
-            raise ValueError(f"cu_row_lens: expected 0 and a running sum of lengths, got {sums[:8].tolist()} ...")
-        if sums[-1] != num_rows:
-            raise ValueError(f"num_rows: expected cu_row_lens[-1], which is {sums[-1]}, got {num_rows}")
-    if wraps and num_rows and not width:
-        raise ValueError("block_table: expected at least one column when it wraps, got none")
-
-
 def expect_scales(
     view: PageView, parts: Sequence[ValuePart], row_scales: RowScales | torch.Tensor | float | None
 ) -> tuple[torch.Tensor | float, ...]:
@@ -174,8 +147,9 @@ def expect_scales(
     if not isinstance(row_scales, tuple | list):
         raise TypeError(f"row_scales: expected a number, a tensor or a tuple of them, got {type(row_scales).__name__}")
     if len(row_scales) != len(outside):
-        which = f"one for each of {', '.join(outside)}" if outside else "None, for the scales lie in the rows"
-        raise ValueError(f"row_scales: expected {which} (format {view.format.name!r}), got {len(row_scales)}")
+        why = "for the scales lie in the rows" if view.format.quantised else "for the rows are plain"
+        which = f"one for each of {', '.join(outside)}" if outside else f"None, {why}"
+        raise ValueError(f"row_scales: expected {which} (format {view.format.name!r}), got {len(row_scales)} scales")
     checked = iter([_row_scale(view, name, scale) for name, scale in zip(outside, row_scales, strict=True)])
     return tuple(next(checked) if part.scale_kind == "outside" else 1.0 for part in parts)
 
@@ -189,6 +163,8 @@ def _row_scale(view: PageView, name: str, scale: object) -> torch.Tensor | float
         return scale.detach()
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"row_scales of {name}: expected a number or an fp32 tensor, got {type(scale).__name__}")
+    if MAX_FP32 < abs(scale) < math.inf:  # type: ignore[operator]
+        raise ValueError(f"row_scales of {name}: expected a number that fits fp32, got {scale!r}")
     return ctypes.c_float(float(scale)).value  # rounded to fp32, also where a launch would not
 
 

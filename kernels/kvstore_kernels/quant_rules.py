@@ -3,13 +3,14 @@
 fp8_ds_mla, a tensor [n, 576] or two:   | nope: 512 columns, quantised | rope: 64 columns, cast to bf16 |
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
-from kvstore_kernels.checks import expect_device, expect_dtype, expect_shape
+from kvstore_kernels.checks import MAX_FP32, expect_device, expect_dtype, expect_shape
 from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, Quantised, RowFormat, RowPart
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.pieces import expect_index
@@ -19,6 +20,7 @@ QMAX: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, FP8: 44
 """What the largest value of a head becomes."""
 
 HEAD_SCALE_FLOOR = 1e-6
+MIN_FP32 = torch.finfo(torch.float32).tiny
 RowScale = float | torch.Tensor
 
 
@@ -85,11 +87,16 @@ def expect_quantised(view: PageView) -> None:
     if not isinstance(view, PageView):
         raise TypeError(f"view: expected a PageView, got {type(view).__name__}")
     name, entries = view.format.name, view.format.quantised
-    if name in TILE_RULES or name in HEAD_NAMES or is_scaled_outside(view.format):
+    if is_quantising(view.format):
         return
     known = ", ".join((*TILE_RULES, *HEAD_NAMES))
     got = ", ".join(str(view.format.part(entry.values).dtype) for entry in entries) or "no quantised part"
     raise ValueError(f"view: expected a format of {known} or rows of {FP8}, got {name!r} with {got}")
+
+
+def is_quantising(row_format: RowFormat) -> bool:
+    """Whether a write quantises to this format."""
+    return row_format.name in TILE_RULES or row_format.name in HEAD_NAMES or is_scaled_outside(row_format)
 
 
 def is_scaled_outside(row_format: RowFormat) -> bool:
@@ -166,13 +173,21 @@ def row_scale_of(
             if scale.numel() != 1 and scale.shape != (num_layers,):
                 wanted = "of one element" if num_layers is None else f"of one element or of [{num_layers}]"
                 raise ValueError(f"{where}: expected a tensor {wanted}, got shape {list(scale.shape)}")
-        elif isinstance(scale, bool) or not isinstance(scale, (float, int)):
-            raise TypeError(f"{where}: expected a float or a torch.Tensor, got {type(scale).__name__}")
-        elif not 0 < scale < float("inf"):
-            raise ValueError(f"{where}: expected a positive number, got {scale}")
+        else:
+            expect_scale(where, scale)
     # A float, because an integer argument would be compiled into the kernel.
     floats = [scale if isinstance(scale, torch.Tensor) else float(scale) for scale in entries]
     return dict(zip(names, floats, strict=True))
+
+
+def expect_scale(name: str, scale: object) -> None:
+    """Raises: TypeError when a scale is no number, ValueError unless it is positive and normal in fp32."""
+    if isinstance(scale, bool) or not isinstance(scale, float | int):
+        raise TypeError(f"{name}: expected a float or a torch.Tensor, got {type(scale).__name__}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"{name}: expected a positive number, got {scale}")
+    if not MIN_FP32 <= scale <= MAX_FP32:
+        raise ValueError(f"{name}: expected a number from {MIN_FP32:.3g} to {MAX_FP32:.3g}, got {scale}")
 
 
 def _packed(entry: Quantised | None) -> int:

@@ -38,7 +38,7 @@ from kvstore_kernels.quant_rules import (
 from kvstore_kernels.tiles import page_start
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALISED)
+@triton.jit(do_not_specialize=NOT_SPECIALISED, do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _tiles_kernel(
     memory_ptr,  # [num_bytes] uint8; None where there are layers
     layers_ptr,  # [num_layers, 4] int64, a LayerTable; None: one view

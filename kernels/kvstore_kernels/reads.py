@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from kvstore_kernels.checks import expect_device, expect_dtype, expect_int, expect_shape
+from kvstore_kernels.checks import MAX_FP32, expect_device, expect_dtype, expect_int, expect_shape
 from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, RowFormat, RowPart, dtype_name
 from kvstore_kernels.pages import PageView
 
 MAX_GRID = 65_535
 """Programs on the second axis of a launch, which counts splits."""
 MAX_INT32 = 2**31 - 1
-MAX_FP32 = torch.finfo(torch.float32).max
 
 
 def expect_latent(view: PageView) -> tuple[RowPart, int]:
@@ -24,7 +23,7 @@ def expect_latent(view: PageView) -> tuple[RowPart, int]:
     part = row_format.parts[0]
     if row_format.value_dim is None or len(row_format.parts) != 1 or part.dtype not in ROW_DTYPES or not part.is_dense:
         raise ValueError(
-            "view: expected latent rows (a format with a value_dim and one dense part in a dtype of "
+            "view: expected latent rows (a format with a value_dim, quantised or with one dense part in a dtype of "
             f"{', '.join(map(dtype_name, ROW_DTYPES))}), got format {_described(row_format)}"
         )
     return part, row_format.value_dim
@@ -105,7 +104,8 @@ def expect_read(
         raise ValueError("block_table: expected at least one column, got none")
     if not block_table.is_contiguous() and block_table.stride(1) != 1 and block_table.shape[1] > 1:
         raise ValueError(f"block_table: expected adjacent entries in a row, got strides {block_table.stride()}")
-    expect_shape("row_lens", row_lens, queries if row_lens.ndim == len(queries) else (num_seqs,))
+    per_query = isinstance(row_lens, torch.Tensor) and row_lens.ndim == len(queries)
+    expect_shape("row_lens", row_lens, queries if per_query else (num_seqs,))
     expect_dtype("row_lens", row_lens, torch.int32)
     _expect_contiguous("row_lens", row_lens)
     expect_softmax_scale(softmax_scale)
@@ -179,8 +179,11 @@ def read_args(
     if not (q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % unit == 0):
         q = q.contiguous()
         unit = unit if q.stride(0) % unit == 0 else 1
+    memory = view.memory
+    if not view.format.quantised:
+        memory = memory[: memory.numel() // size * size].view(q.dtype)
     return {
-        "memory_ptr": view.memory[: view.memory.numel() // size * size].view(q.dtype),
+        "memory_ptr": memory,
         "table_ptr": block_table,
         "row_lens_ptr": row_lens,
         "q_ptr": q,
@@ -212,19 +215,49 @@ def allocate_outputs(
     )
 
 
+def workspace_numel(num_tokens: int, num_heads: int, value_dim: int, num_splits: int) -> int:
+    """The fp32 elements that a read with `out`, `lse` and `workspace` needs of the latter, so as to allocate nothing.
+
+    Args:
+        num_tokens: query tokens, those of all sequences.
+        num_heads: query heads.
+        value_dim: columns of the output.
+        num_splits: what the read is given; of a sparse read over two lists twice that.
+    """
+    return num_tokens * num_heads * num_splits * (value_dim + 1)
+
+
+def expect_workspace(workspace: torch.Tensor | None, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless `workspace` is None or contiguous fp32 [n] on the device."""
+    if workspace is not None:
+        expect_shape("workspace", workspace, (None,))
+        expect_output("workspace", workspace, tuple(workspace.shape), torch.float32, device)
+
+
 def allocate_partials(
-    out: torch.Tensor, lse: torch.Tensor, num_splits: int, *, merged: bool
+    out: torch.Tensor, lse: torch.Tensor, num_splits: int, *, merged: bool, workspace: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each part's result goes, one query behind the other: [num_seqs * num_queries, num_heads, num_splits, ..].
 
-    Unmerged, the one part is the result.
+    Unmerged, the one part is the result. Otherwise the parts lie in the workspace, or in new tensors without one.
+
+    Raises: ValueError for a workspace that is too small.
     """
     out, lse = out.detach().flatten(0, -3), lse.detach().flatten(0, -2)
     if not merged:
         return out.unsqueeze(2), lse.unsqueeze(2)
-    num_queries, num_heads, value_dim = out.shape
-    partial_out = torch.empty((num_queries, num_heads, num_splits, value_dim), dtype=torch.float32, device=out.device)
-    return partial_out, torch.empty((num_queries, num_heads, num_splits), dtype=torch.float32, device=out.device)
+    num_tokens, num_heads, value_dim = out.shape
+    shape, needed = (num_tokens, num_heads, num_splits), workspace_numel(num_tokens, num_heads, value_dim, num_splits)
+    if workspace is None:
+        partial_out = torch.empty((*shape, value_dim), dtype=torch.float32, device=out.device)
+        return partial_out, torch.empty(shape, dtype=torch.float32, device=out.device)
+    if workspace.numel() < needed:
+        raise ValueError(
+            f"workspace: expected at least {needed} elements for {num_splits} splits, got {workspace.numel()}"
+        )
+    num_parts = num_tokens * num_heads * num_splits
+    columns, lses = workspace.detach()[:needed].split([num_parts * value_dim, num_parts])
+    return columns.view(*shape, value_dim), lses.view(shape)
 
 
 def _format_of(view: PageView) -> RowFormat:

@@ -59,7 +59,7 @@ def indexer_scores(
         OPS.indexer_scores(*view_args(view), block_table, row_lens, q, weights, out, chosen)
         return out
     if looks_at_indices():
-        check_read(view, block_table, row_lens, None)
+        check_read(view, block_table, row_lens, q)
     module: Any = reference_indexer if chosen == "reference" else indexer
     scores: torch.Tensor = module.indexer_scores(view, block_table, row_lens, q, weights, out=out)
     return scores

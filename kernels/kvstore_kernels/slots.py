@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstore_kernels.checks import cdiv, expect_dtype, expect_int, expect_shape
+from kvstore_kernels.checks import cdiv, expect_bool, expect_dtype, expect_int, expect_shape
 from kvstore_kernels.launch import Launch, Target, current_target
 from kvstore_kernels.pieces import expect_index
 
@@ -14,7 +14,10 @@ TILE_TOKENS = 256
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["table_stride", "table_width", "num_seqs", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["table_stride", "table_width", "num_seqs", "num_tokens"],
+    do_not_specialize_on_alignment=["block_table_ptr", "positions_ptr", "seq_idx_ptr", "slots_ptr"],
+)
 def _slots_kernel(
     block_table_ptr,  # [num_seqs, table_width] int32, rows table_stride apart
     positions_ptr,  # [num_tokens] int64 or int32
@@ -158,6 +161,7 @@ def slots_output(
 
     Raises: ValueError or TypeError unless the arguments are those of a slot mapping; see `compute_slot_mapping`.
     """
+    expect_bool("wraps", wraps)
     expect_shape("block_table", block_table, (None, None))
     device = block_table.device
     expect_index("block_table", block_table, torch.int32, device)

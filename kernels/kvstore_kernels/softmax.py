@@ -46,7 +46,8 @@ def visible_ends(row_lens_ptr, seq_idx, queries, is_query, num_queries, lens_per
     """
     lens_of_seq = 1 + (num_queries - 1) * lens_per_query
     lens_ptrs = row_lens_ptr + seq_idx * lens_of_seq + queries * lens_per_query
-    ends = tl.load(lens_ptrs, mask=is_query, other=0) - (num_queries - 1 - queries) * (1 - lens_per_query)
+    lens = tl.maximum(tl.load(lens_ptrs, mask=is_query, other=0), 0)  # -2^31 less the queries behind would be positive
+    ends = lens - (num_queries - 1 - queries) * (1 - lens_per_query)
     return tl.where(is_query, ends, 0)
 
 
@@ -134,9 +135,15 @@ def keep_of_sink(lse, sink):
 
 @triton.jit
 def soften(scores, soft_cap):
-    """soft_cap * tanh(scores / soft_cap), through a power of two that may overflow without harm."""
-    power = tl.exp2(scores * (2.0 / soft_cap) * LOG2_E)
-    return soft_cap * (1.0 - 2.0 / (power + 1.0))
+    """soft_cap * tanh(scores / soft_cap), through a power of two that may overflow without harm.
+
+    Near zero, where that leaves few digits, the series of tanh.
+    """
+    ratio = scores / soft_cap
+    power = tl.exp2(ratio * (2.0 * LOG2_E))
+    square = ratio * ratio
+    near_zero = ratio - ratio * square * (1.0 / 3.0 - square * (2.0 / 15.0))
+    return soft_cap * tl.where(square < 0.01, near_zero, 1.0 - 2.0 / (power + 1.0))
 
 
 @triton.jit

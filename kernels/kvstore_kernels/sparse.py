@@ -11,7 +11,7 @@ from kvstore_kernels.formats import ALIGNMENT_BYTES
 from kvstore_kernels.latent_rows import (
     LatentRow,
     latent_row,
-    outside_scale_of,
+    outside_scales_of,
     row_args,
     row_constexprs,
     row_tile,
@@ -21,7 +21,7 @@ from kvstore_kernels.launch import Launch, Target, current_target
 from kvstore_kernels.merge import merge_launch
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.quant_rules import RowScale
-from kvstore_kernels.reads import allocate_outputs, allocate_partials
+from kvstore_kernels.reads import allocate_outputs, allocate_partials, expect_workspace
 from kvstore_kernels.softmax import LOG2_E, normalise, softmax_step, split_tiles
 from kvstore_kernels.sparse_checks import Rows, expect_sparse
 from kvstore_kernels.splits import ReadTile, choose_num_splits, num_cores
@@ -38,7 +38,8 @@ from kvstore_kernels.splits import ReadTile, choose_num_splits, num_cores
         "total_splits",
         "offset_units",
         "block_stride_units",
-    ]
+    ],
+    do_not_specialize_on_alignment=["slots_ptr", "lse_ptr", "row_scale_ptr"],
 )
 def _sparse_mla_kernel(
     first_ptr,  # [memory words] of the first columns, see `latent_rows.Run`
@@ -141,6 +142,7 @@ def sparse_mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per sequence over the latent rows of a list of slots.
 
@@ -160,6 +162,7 @@ def sparse_mla_decode(
         out: [num_seqs, num_heads, value_dim] of q's dtype, contiguous; None: allocated.
         lse: fp32 [num_seqs, num_heads], contiguous; None: allocated.
         num_splits: parts that each list is split into; None: from a table of host values.
+        workspace: fp32 [n] for the results of the parts, n as `workspace_numel` says; None: allocated.
 
     Returns: out and lse (natural logarithm, of the rows without the sink); 0 and -inf where no slot names a row.
 
@@ -168,12 +171,13 @@ def sparse_mla_decode(
     """
     lists = [(view, slots)] if second is None else [(view, slots), second]
     read, value_dim = expect_sparse(lists, q, softmax_scale, sinks, out, lse, num_splits)
-    scales = [outside_scale_of(cache, row_scales) for cache, _ in lists]
+    expect_workspace(workspace, q.device)
+    scales = outside_scales_of([cache for cache, _ in lists], row_scales)
     target = current_target(_sparse_mla_kernel)
     splits = [num_splits or _num_splits(row, slots, q, target) for row, (_, slots) in zip(read, lists, strict=True)]
     out, lse = allocate_outputs(q, value_dim, out, lse)
     merged = sum(splits) > 1 or sinks is not None
-    partial_out, partial_lse = allocate_partials(out, lse, sum(splits), merged=merged)
+    partial_out, partial_lse = allocate_partials(out, lse, sum(splits), merged=merged, workspace=workspace)
     first_split = 0
     for rows, scale, count in zip(lists, scales, splits, strict=True):
         sparse_launch(

@@ -29,7 +29,7 @@ def expect_sparse(
     first, read = latent_row(lists[0][0]), list[LatentRow]()
     for name, rows in zip(("slots", "second"), lists, strict=False):
         if not isinstance(rows, tuple) or len(rows) != 2:
-            raise TypeError(f"{name}: expected a pair of PageView and slots, got {rows!r}")
+            raise TypeError(f"{name}: expected a pair of PageView and slots, got {type(rows).__name__}")
         view, slots = rows
         row = latent_row(view)
         if _kind(row) != _kind(first):

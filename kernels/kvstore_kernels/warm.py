@@ -1,13 +1,14 @@
 """warm_up: every kernel variant that an engine will launch, compiled and loaded before a CUDA graph is captured.
 
 The first launch of a variant compiles it and loads it onto the device, which stalls a step and breaks a capture. Here
-every op is launched once for each way it is compiled, with arguments that name no row: slots of -1, tables of -1 and
-lengths of 0. Nothing is written into the pages.
+every op is launched once for each way it is compiled, with arguments that name no row: slots and tables of -1. Nothing
+is written into the pages.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -23,10 +24,13 @@ from kvstore_kernels.block_ops import (
 from kvstore_kernels.checks import expect_int
 from kvstore_kernels.copy import layer_table
 from kvstore_kernels.formats import ROW_DTYPES, RowFormat, dtype_name
+from kvstore_kernels.index_checks import index_checks
 from kvstore_kernels.ops import gather_rows, read_rows, write_rows
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.pieces import is_movable
 from kvstore_kernels.quant_reads import value_shapes
+from kvstore_kernels.quant_rules import is_quantising
+from kvstore_kernels.reads import expect_window
 from kvstore_kernels.score_ops import indexer_scores
 
 
@@ -45,7 +49,7 @@ class _Layer:
     @property
     def is_read(self) -> bool:
         """Whether the rows are numbers, and not bytes or states that only their owner knows."""
-        return bool(self.row_format.quantised) or is_movable(self.row_format)
+        return is_quantising(self.row_format) if self.row_format.quantised else is_movable(self.row_format)
 
     @property
     def scales(self) -> list[tuple[float | torch.Tensor, ...] | None]:
@@ -95,12 +99,16 @@ def warm_up(
     soft_cap: float | None = None,
     sinks: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    tokens_per_row: Sequence[int] = (1,),
     backend: str | None = None,
 ) -> int:
-    """Compiles and loads every kernel variant that steps over these pages launch. Call it before capturing a graph.
+    """Compiles and loads the kernel variants that steps over these pages launch. Call it before capturing a graph.
 
     Strides, batch, table width, number of splits, softmax scale and length of a window make no variants: what counts
-    is the row format, the rows per block and what is named here. Sources are taken to start at 16-byte boundaries.
+    is the row format, the rows per block and what is named here. Indices, lengths and scales may lie anywhere. What
+    else would make a variant, a step should not do: new rows, queries or outputs that do not start at 16-byte
+    boundaries or whose rows are no multiples of 16 bytes apart, unless that is so in a row itself; scales of which
+    some are numbers and some tensors; partial results merged into fp32; plain rows read as another dtype than `dtype`.
 
     Args:
         views: pages of the layers; equal layouts are warmed once.
@@ -110,6 +118,7 @@ def warm_up(
         windows: what `gqa_decode` gets: None, a window, or both where layers differ.
         soft_cap, sinks: what the reads get.
         dtype: of new rows and queries where rows are quantised.
+        tokens_per_row: of the layers, for their slot mappings (1, and more for compressed caches).
         backend: as `write_rows`; the reference has nothing to compile.
 
     Returns: how many calls were made.
@@ -121,25 +130,36 @@ def warm_up(
     for view in views:
         if not isinstance(view, PageView):
             raise TypeError(f"views: expected PageViews, got {type(view).__name__}")
-    for name, numbers in (("num_heads", num_heads), ("num_queries", num_queries)):
-        for number in numbers:
+    for name, numbers in (("num_heads", num_heads), ("num_queries", num_queries), ("tokens_per_row", tokens_per_row)):
+        for number in _expect_several(name, numbers):
             expect_int(name, number, 1)
+    for window in _expect_several("windows", windows):
+        expect_window(window)
     if dtype not in ROW_DTYPES:
         raise ValueError(f"dtype: expected {' or '.join(map(dtype_name, ROW_DTYPES))}, got {dtype}")
     layouts = {(view.device, view.format, view.rows_per_block): view for view in views}
     layers = [_Layer(view, dtype, backend) for view in layouts.values()]
-    return sum(
-        sum(1 for _ in calls)
-        for layer in layers
-        for calls in (
-            _moves(layer, any(window is not None for window in windows)),
-            _blocks(layer),
-            _reads(layer, num_heads, num_queries, windows, soft_cap, sinks),
+    wraps = (False, True)[: 1 + any(window is not None for window in windows)]
+    with index_checks(False):
+        return sum(
+            sum(1 for _ in calls)
+            for layer in layers
+            for calls in (
+                _moves(layer, wraps),
+                _slot_mappings(layer, wraps, tokens_per_row),
+                _blocks(layer),
+                _reads(layer, num_heads, num_queries, windows, soft_cap, sinks),
+            )
         )
-    )
 
 
-def _moves(layer: _Layer, wraps: bool) -> Iterator[None]:
+def _expect_several(name: str, values: object) -> Sequence[Any]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name}: expected a list or tuple, got {values!r}")
+    return values
+
+
+def _moves(layer: _Layer, wraps: Sequence[bool]) -> Iterator[None]:
     view, backend = layer.view, layer.backend
     if not layer.is_read:
         return
@@ -153,7 +173,7 @@ def _moves(layer: _Layer, wraps: bool) -> Iterator[None]:
     lens = torch.arange(2, dtype=torch.int32, device=view.device)
     starts = (None, layer.made(1, dtype=torch.int32))
     kinds = layer.scales if view.format.quantised else [None]
-    for start, columns_wrap, scales in product(starts, (False, True)[: 1 + wraps], kinds):
+    for start, columns_wrap, scales in product(starts, wraps, kinds):
         options = {"dtype": layer.dtype, "row_scales": scales} if view.format.quantised else {}
         gather_rows(
             view,
@@ -169,10 +189,15 @@ def _moves(layer: _Layer, wraps: bool) -> Iterator[None]:
     for scales in layer.scales:
         read_rows(view, slots, dtype=layer.dtype, row_scales=scales, backend=backend)
         yield
-    for columns_wrap in (False, True)[: 1 + wraps]:
-        compute_slot_mapping(
-            table, slots, layer.made(1, dtype=torch.int32), view.rows_per_block, wraps=columns_wrap, backend=backend
-        )
+
+
+def _slot_mappings(layer: _Layer, wraps: Sequence[bool], tokens_per_row: Sequence[int]) -> Iterator[None]:
+    if not layer.is_read:
+        return
+    rows, table = layer.view.rows_per_block, layer.absent(1, 1, dtype=torch.int32)
+    for columns_wrap, tokens, dtype in product(wraps, tokens_per_row, (torch.int64, torch.int32)):
+        positions, seqs = layer.absent(1, dtype=dtype), layer.made(1, dtype=torch.int32)
+        compute_slot_mapping(table, positions, seqs, rows * tokens, tokens, rows, columns_wrap, backend=layer.backend)
         yield
 
 

@@ -20,7 +20,7 @@ NOT_SPECIALISED = [
 ]
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALISED)
+@triton.jit(do_not_specialize=NOT_SPECIALISED, do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _write_kernel(
     memory_ptr,  # [memory elements] integers of the rows' element size, like both sources; None where there are layers
     layers_ptr,  # [num_layers, 4] int64, a LayerTable; None: one view

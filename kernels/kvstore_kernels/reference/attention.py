@@ -11,18 +11,19 @@ import numpy.typing as npt
 import torch
 from einops import rearrange
 
+from kvstore_kernels.checks import MAX_FP32
 from kvstore_kernels.kv_rows import computed_part, expect_key_value_rows, expect_row_scales
 from kvstore_kernels.latent_rows import latent_row, outside_scale_of
 from kvstore_kernels.pages import PageView
 from kvstore_kernels.quant_reads import RowScales
 from kvstore_kernels.reads import (
-    MAX_FP32,
     allocate_outputs,
     expect_partials,
     expect_read,
     expect_sinks,
     expect_soft_cap,
     expect_window,
+    expect_workspace,
 )
 from kvstore_kernels.reference.rows import RowReader, Run, visible_lens
 
@@ -41,10 +42,11 @@ def gqa_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per sequence over rows of K and V; arguments, results and errors as the Triton launcher.
 
-    `num_splits` is checked and otherwise ignored: nothing is split here.
+    `num_splits` and `workspace` are checked and otherwise ignored: nothing is split here.
     """
     key, value = expect_key_value_rows(view)
     value_dim = value.part.head_dim
@@ -54,6 +56,7 @@ def gqa_decode(
     expect_soft_cap(soft_cap)
     expect_read(view, block_table, row_lens, q, computed_part(key, q), value_dim, softmax_scale, out, lse, num_splits)
     expect_sinks(sinks, q.shape[-2], q.device)
+    expect_workspace(workspace, q.device)
     lens = visible_lens(row_lens, q.shape[:-2][1:].numel())
     reader = RowReader(view, block_table, lens, window, expect_row_scales(view, (key, value), row_scales))
     result = _attend(reader, q, lens, key.part.num_heads, softmax_scale, value_dim, out, lse, window, soft_cap)
@@ -72,14 +75,16 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     num_splits: int | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per sequence over latent rows; arguments, results and errors as the Triton launcher.
 
-    `num_splits` is checked and otherwise ignored: nothing is split here.
+    `num_splits` and `workspace` are checked and otherwise ignored: nothing is split here.
     """
     row = latent_row(view)
     expect_read(view, block_table, row_lens, q, row.key(q), row.value_dim, softmax_scale, out, lse, num_splits)
     expect_sinks(sinks, q.shape[-2], q.device)
+    expect_workspace(workspace, q.device)
     lens = visible_lens(row_lens, q.shape[:-2][1:].numel())
     scale = outside_scale_of(view, row_scales)
     reader = RowReader(view, block_table, lens, None, (scale,))
@@ -99,12 +104,13 @@ def merge_partials(
     expect_sinks(sinks, partial_out.shape[1], partial_out.device)
     partial_out, partial_lse = partial_out.detach(), partial_lse.detach()
     out, lse = allocate_outputs(partial_out[:, :, 0], partial_out.shape[3], out, lse)
-    scores = torch.where(partial_lse == math.inf, -math.inf, partial_lse)
+    is_empty = partial_lse.isinf()
+    scores = torch.where(is_empty, -math.inf, partial_lse)
     highest = scores.amax(2, keepdim=True)
     weights = torch.exp(scores - torch.where(highest == -math.inf, 0.0, highest)).unsqueeze(3)
     total = weights.sum(2)
     # Selected, not multiplied away: what an empty part holds may be NaN.
-    parts = torch.where(weights > 0, partial_out, 0.0)
+    parts = torch.where(is_empty.unsqueeze(3), 0.0, partial_out)
     merged = (weights * parts).sum(2) / torch.where(total == 0, 1.0, total)
     lse.detach().copy_((highest + total.log()).squeeze(2))
     out.detach().copy_(merged if sinks is None else merged * _keep_of_sinks(lse, sinks))
@@ -195,6 +201,12 @@ def _attend_rows(
     return _attend_in_steps(q, keys, values[..., :value_dim], softmax_scale, soft_cap, seen)
 
 
+def logsumexp(scores: torch.Tensor) -> torch.Tensor:
+    """Over the last axis, NaN for a score of infinity as in the kernels: merges take infinity for no rows."""
+    lse = torch.logsumexp(scores, -1)
+    return torch.where(lse == math.inf, math.nan, lse)
+
+
 def _attend_in_steps(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -208,7 +220,7 @@ def _attend_in_steps(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:
         scores = scores.masked_fill_(~seen, -math.inf)
-    lse = torch.logsumexp(scores, 3)
+    lse = logsumexp(scores)
     # Clamped, because -inf - -inf is NaN: a query whose scores are all -inf has weights of 0.
     weights = torch.exp(scores - lse.clamp(min=-MAX_FP32).unsqueeze(3))
     return torch.matmul(weights, values.float()).to(q.dtype), lse

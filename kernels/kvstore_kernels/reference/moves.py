@@ -10,7 +10,7 @@ from einops import rearrange
 
 from kvstore_kernels.formats import RowPart
 from kvstore_kernels.pages import PageView
-from kvstore_kernels.pieces import expect_gather, expect_movable, expect_slots, make_pieces, outputs, source_parts
+from kvstore_kernels.pieces import expect_movable, expect_slots, expect_tables, make_pieces, outputs, source_parts
 
 WIDE_BYTES = 1 << 16
 """From this many bytes on, elements are written in words of 8 or 16 bytes: up to six times as fast, 2 us to set up."""
@@ -61,7 +61,8 @@ def gather_rows(
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Same as `kvstore_kernels.gather_rows`."""
-    expect_gather(view, block_table, cu_row_lens, num_rows, start, wraps)
+    expect_movable(view)
+    expect_tables(view, block_table, cu_row_lens, num_rows, start, wraps)
     results = outputs(view, num_rows, out)
     if not num_rows:
         return results

@@ -8,6 +8,7 @@ import torch
 from einops import rearrange, repeat
 
 from kvstore_kernels.pages import PageView
+from kvstore_kernels.pieces import expect_tables
 from kvstore_kernels.quant_reads import (
     KINDS,
     PERMUTED,
@@ -15,7 +16,6 @@ from kvstore_kernels.quant_reads import (
     ValuePart,
     expect_read_slots,
     expect_scales,
-    expect_tables,
     output_piece,
     value_outputs,
     value_parts,
