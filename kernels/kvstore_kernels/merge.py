@@ -9,7 +9,7 @@ from kvstore_kernels.reads import allocate_outputs, expect_partials, expect_sink
 from kvstore_kernels.softmax import LOG2_E, keep_of_sink, normalise, store_tile
 from kvstore_kernels.splits import padded
 
-TILE_SPLITS = 16
+TILE_SPLITS = 8
 """Parts taken in one step: enough loads in flight to hide their latency, and one variant for any number of splits."""
 
 
@@ -40,19 +40,18 @@ def _merge_kernel(
         splits = first + tl.arange(0, TILE_S)
         scores = tl.load(partial_lse_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
         # Some kernels mark an empty part with +inf.
-        scores = tl.where(scores == float("inf"), float("-inf"), scores)[None, :]
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        scores = tl.where(scores == float("inf"), float("-inf"), scores)[:, None]
+        new_max = tl.maximum(running_max, tl.max(scores, 0))
         # A row whose parts are all empty so far has maximum -inf, and -inf - -inf would be NaN.
         anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
         # The base changes behind the subtraction: an LSE near the largest fp32 would overflow before it.
-        weights = tl.exp2((scores - anchor[:, None]) * LOG2_E)
+        weights = tl.exp2((scores - anchor[None, :]) * LOG2_E)
         factor = tl.exp2((running_max - anchor) * LOG2_E)
-        running_max, running_sum = new_max, running_sum * factor + tl.sum(weights, 1)
-        weights, is_part = tl.trans(weights), tl.trans(scores) != float("-inf")
+        running_max, running_sum = new_max, running_sum * factor + tl.sum(weights, 0)
         # Selected, not multiplied away: what an empty part holds may be NaN.
         parts = tl.load(
             partial_out_ptr + (row * num_splits + splits[:, None]) * DIM + columns[None, :],
-            mask=is_part & (columns < DIM)[None, :],
+            mask=(scores != float("-inf")) & (columns < DIM)[None, :],
             other=0.0,
         )
         merged = merged * factor[:, None] + tl.sum(parts * weights, 0)[None, :]

@@ -60,7 +60,8 @@ def latent_tile(
     # A tile inside one block needs one table entry; a larger one needs an entry and an address per row.
     aligned = [tile for tile in tiles if rows_per_block % tile.rows == 0]
     row_bytes = (padded(value_dim) + (padded(latent_dim - value_dim) if latent_dim > value_dim else 0)) * element_bytes
-    tiles = aligned or [tile for tile in tiles if tile.rows <= 32]
+    most = 16 if tiles[0].heads == 64 else 32
+    tiles = aligned or [tile for tile in tiles if tile.rows <= most]
     return _first_that_fits(target, tiles, row_bytes, row_bytes, element_bytes)
 
 
@@ -78,7 +79,7 @@ def quantised_latent_tile(
     """
     is_cuda = target.backend == "cuda"
     if element_bytes == 4:
-        tiles = [ReadTile(16, 16, 16 if is_cuda else 4, 1)]
+        tiles = [ReadTile(16, 16, 8 if is_cuda else 4, 1)]
     elif num_heads > 16 and target.arch in (90, 100):
         # 64 rows would do under Triton 3.7, but spill more than 512 bytes under 3.9.
         tiles = [ReadTile(64, rows, 8, 2) for rows in (32, 16)]
@@ -91,7 +92,9 @@ def quantised_latent_tile(
         tiles = [ReadTile(16, rows, 8 if is_cuda else 4, num_stages) for rows in (32, 16)]
     aligned = [tile for tile in tiles if rows_per_block % tile.rows == 0]
     row_bytes = sum(tile_columns) * element_bytes
-    return _first_that_fits(target, aligned or tiles, row_bytes, row_bytes, element_bytes, code_bytes)
+    if not aligned or target.arch == "gfx942":  # an address for each row, or few registers
+        aligned = [tile for tile in tiles if tile.rows == 16]
+    return _first_that_fits(target, aligned, row_bytes, row_bytes, element_bytes, code_bytes)
 
 
 def key_value_tile(
