@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,10 +133,10 @@ class TestReads:
     def test_codes_at_any_byte_of_their_storage(self, backend):
         row_format = kv_format(1, 16, dtype=FP8)
         size = 2 * row_format.page_bytes(16)
-        storage = torch.zeros(size + 64, dtype=torch.uint8)[1:]  # 16-byte aligned addresses are at odd offsets in it
-        start = -storage.data_ptr() % 16
-        view = PageView(storage[start : start + size], 0, size // 2, 2, 16, row_format)
-        assert view.memory.storage_offset() % 2 == 0 or view.memory.data_ptr() % 16 == 0
+        array = np.zeros(size + 32, np.uint8)
+        storage = torch.from_numpy(array[(1 - array.ctypes.data) % 16 :])  # its aligned addresses are at odd offsets
+        view = PageView(storage[15 : 15 + size], 0, size // 2, 2, 16, row_format)
+        assert view.memory.storage_offset() == 15
         write_rows(view, torch.arange(32), *[torch.randn(32, 1, 16)] * 2)
         q = torch.randn(1, 1, 16).bfloat16()
         out, _ = gqa_decode(view, ints([0, 1]), ints(20), q, backend=backend)

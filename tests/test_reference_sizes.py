@@ -1,5 +1,7 @@
 """What the reference does differently for many rows gives what it does for few."""
 
+import threading
+
 import pytest
 import torch
 
@@ -115,9 +117,13 @@ def test_reads_in_chunks(name: str, num_queries: int, monkeypatch: pytest.Monkey
             return [tensor for result in results for tensor in result]
         return [*mla_decode(view, table, row_lens, q, softmax_scale=0.1)]
 
-    whole = attend()
+    monkeypatch.setattr(rows, "_scratch", threading.local())  # made anew: first inside inference mode
     with torch.inference_mode():
         again = attend()
+    kept = vars(rows._scratch).values()
+    assert bool(kept) != bool(row_format.quantised)
+    assert not any(room.is_inference() for room in kept)  # such a one could not be written to outside
+    whole = attend()
     for copy_bytes in (1, 12 * view.page_bytes, 10**8):
         monkeypatch.setattr(rows, "COPY_BYTES", copy_bytes)
         for results in (attend(), again):
