@@ -114,12 +114,3 @@ def bf16_bits(values):
     bits = values.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(values == values, rounded, 0x7FC0).to(tl.uint16)
-
-
-@triton.jit
-def store_float(pointers, values, mask):
-    """Stores fp32 values where `mask` is set as bf16, fp16 or fp32, rounded to nearest even."""
-    if pointers.dtype.element_ty == tl.bfloat16:
-        tl.store(pointers.to(tl.pointer_type(tl.uint16), bitcast=True), bf16_bits(values), mask=mask)
-    else:
-        tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)

@@ -199,12 +199,6 @@ def read_args(
     }, {"ROWS_PER_BLOCK": view.rows_per_block, "ELEMENT_BYTES": size, "Q_UNIT": unit}
 
 
-def part_start_and_pitch(view: PageView, part: RowPart) -> tuple[int, int]:
-    """Where the part's first row begins in a page, and the distance of its rows, in elements."""
-    start_bytes = view.format.area_offset_bytes(part.area, view.rows_per_block) + part.offset_bytes
-    return start_bytes // part.dtype.itemsize, view.format.area_pitches[part.area] // part.dtype.itemsize
-
-
 def allocate_outputs(
     q: torch.Tensor, value_dim: int, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
