@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.weights
 
-.PHONY: demo test lint check bench aot-all clean
+.PHONY: demo test lint check bench soak aot-all clean
 
 demo: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/kvstore demo
@@ -23,9 +23,14 @@ check: lint test
 
 bench: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/python -m benchmarks planner
+	$(BIN)/python -m benchmarks store
 	$(BIN)/python -m benchmarks engine
 	$(BIN)/python -m benchmarks kernels
 	$(BIN)/python -m benchmarks aot
+
+# Not part of CI: a million random calls on stores of all kinds.
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks soak
 
 # Not part of CI: about 2 GB of compilers and 30 minutes.
 aot-all: $(STAMP)

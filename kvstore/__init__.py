@@ -1,18 +1,22 @@
 """A paged KV-cache store to embed in an inference engine: planner, arena, books and kernels."""
 
-from kvstore.batch import Batch
+from kvstore.batch import Batch, GraphBuffers
 from kvstore.capacity import Capacity
 from kvstore.choose import group_layers
 from kvstore.errors import OutOfBlocks, PlanError, SequenceError
 from kvstore.groups import CacheGroup
 from kvstore.layers import chunked_attention, full_attention, latent, recurrent_state, sliding_window
 from kvstore.models import specs_from_config
+from kvstore.namespaces import Item, Namespace
 from kvstore.placement import LayerSlot, Placement, bucket_layers_by_page_size, pool_bytes_per_block
 from kvstore.plan import CachePlan
 from kvstore.planner import plan_cache
+from kvstore.prefixes import HitReport
+from kvstore.retain import KeepTokens
 from kvstore.spec_json import specs_from_json
 from kvstore.specs import Alias, LayerSpec, NoCache, Retention
-from kvstore.store import KVStore, Opened, StoreStats
+from kvstore.stats import GroupStats, StoreStats
+from kvstore.store import KVStore, Opened
 from kvstore.unify import promote_windows
 from kvstore.workers import count_replicas, plan_distributed, plan_workers
 
@@ -24,9 +28,15 @@ __all__ = [
     "CacheGroup",
     "CachePlan",
     "Capacity",
+    "GraphBuffers",
+    "GroupStats",
+    "HitReport",
+    "Item",
     "KVStore",
+    "KeepTokens",
     "LayerSlot",
     "LayerSpec",
+    "Namespace",
     "NoCache",
     "Opened",
     "OutOfBlocks",

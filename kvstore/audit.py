@@ -2,63 +2,72 @@
 
 import numpy as np
 
-from kvstore.allocator import NULL_BLOCK_ID
 from kvstore.books import Books
-from kvstore.tables import GroupTable
 
 
 def audit(books: Books) -> None:
     """Raises AssertionError when a block, a reference or a table entry does not add up; see `KVStore.check`."""
+    books.flush()
     allocator = books.allocator
     allocator.check()
     _audit_sequences(books)
     references = np.zeros_like(allocator.references)
     fences = np.zeros_like(allocator.fences)
-    for group, table in enumerate(books.tables):
-        _audit_table(books, group, table, references)
+    for group in range(books.rules.num_groups):
+        _audit_table(books, group, references)
     oldest = min(books.unfinished, default=None)
-    for serial, ids in books.fences:
+    for serial, cells in books.fences:
         assert oldest is not None, "fences that no unfinished batch holds"
         assert serial >= oldest, "a fence outlived the batches it waited for"
-        np.add.at(references, ids, 1)
-        np.add.at(fences, ids, 1)
+        np.add.at(references, cells, 1)
+        np.add.at(fences, cells, 1)
     assert np.array_equal(references, allocator.references), "references that no table or fence accounts for"
     assert np.array_equal(fences, allocator.fences), "fences that no list accounts for"
-    total = allocator.num_free + allocator.num_cached + allocator.num_held + 1
-    assert total == allocator.num_blocks, f"{total} blocks counted of {allocator.num_blocks}"
 
 
 def _audit_sequences(books: Books) -> None:
-    sequences = books.sequences
-    assert np.array_equal(np.sort(sequences.free), np.flatnonzero(~sequences.is_open)), "free rows and closed rows"
-    is_open = sequences.is_open
-    assert (sequences.generation >= 1).all(), "a generation that was never given out"
-    assert (sequences.committed <= sequences.length)[is_open].all(), "more committed than reserved"
-    assert (sequences.committed >= 0).all(), "fewer than no tokens committed"
-    in_flight, unfinished = np.zeros_like(sequences.in_flight), np.zeros_like(sequences.in_flight)
+    handles, state = books.handles, books.state
+    is_open = handles.current[:-1] >= 0
+    assert np.array_equal(np.sort(handles.free), np.flatnonzero(~is_open)), "free rows and closed rows"
+    assert (handles.generation >= 1).all(), "a generation that was never given out"
+    assert not (handles.suspended & ~is_open).any(), "a closed row is suspended"
+    assert (state.committed <= state.length)[is_open].all(), "more committed than reserved"
+    assert (state.committed >= 0).all(), "fewer than no tokens committed"
+    assert (state.edition[is_open] > 0).all(), "an open row without an edition"
+    assert len(np.unique(state.edition[is_open])) == is_open.sum(), "two rows with one edition"
+    in_flight = np.zeros_like(state.length)
     for step in books.unfinished.values():
-        rows = step.rows[sequences.alive(step.seq_ids, step.rows)]
-        unfinished[rows] += 1
-        in_flight[rows] += not step.committed
-    assert np.array_equal(in_flight[is_open], sequences.in_flight[is_open]), "batches in flight that are not there"
-    assert np.array_equal(unfinished[is_open], books.num_unfinished[is_open]), "unfinished batches that are not there"
+        in_flight[step.rows[handles.alive(step.seq_ids, step.rows)]] += not step.committed
+    counted = (state.num_extends - state.num_commits)[is_open]
+    assert np.array_equal(in_flight[is_open], counted), "batches in flight that are not there"
 
 
-def _audit_table(books: Books, group: int, table: GroupTable, references: np.ndarray) -> None:
+def _audit_table(books: Books, group: int, references: np.ndarray) -> None:
     """Checks the rows of one group, and counts the references they hold."""
-    allocator, sequences = books.allocator, books.sequences
-    entries = np.count_nonzero(table.table != NULL_BLOCK_ID, axis=1)
-    assert table.table.min(initial=0) >= 0, "a table entry that is no block"
-    assert table.table.max(initial=0) < allocator.num_blocks, "a table entry that is no block"
-    assert np.array_equal(entries, table.num_blocks - table.first_block), "table entries that no row counts"
-    assert not entries[~sequences.is_open].any(), "a closed row holds blocks"
-    for row in np.flatnonzero(sequences.is_open).tolist():
-        held = table.held(row)
-        assert len(np.unique(held)) == len(held), f"row {row} holds a block twice"
-        assert (allocator.group[held] == group).all(), f"row {row} holds blocks of another group than {group}"
-        np.add.at(references, held, 1)
-        covered = table.num_blocks[row] * table.block_size
-        assert covered >= sequences.length[row], f"row {row} is longer than its blocks"
-        if table.window is not None:
-            first_needed = max(0, int(sequences.committed[row]) - table.window + 1) // table.block_size
-            assert table.first_block[row] <= first_needed, f"row {row} lost a block inside its window"
+    allocator, state, tables, rules = books.allocator, books.state, books.tables, books.rules
+    table, size, w = tables.table(group), int(rules.block_size[group]), int(rules.window_of[group])
+    num_blocks = books.plan.num_blocks[group]
+    assert table.min(initial=0) >= 0, "a table entry that is no block"
+    assert table.max(initial=0) < num_blocks, "a table entry that is no block"
+    entries = np.count_nonzero(table, axis=1)
+    is_open = books.handles.current[:-1] >= 0
+    assert not entries[~is_open | books.handles.suspended].any(), "a closed or suspended row holds blocks"
+    for row in np.flatnonzero(is_open & ~books.handles.suspended).tolist():
+        _, held = tables.held(state, row, group)
+        assert len(held) == entries[row], f"row {row} has table entries that nobody counts"
+        cells = allocator.to_cells(held, group)
+        assert len(np.unique(cells)) == len(cells), f"row {row} holds a block twice"
+        assert (allocator.group[cells // allocator.cells_per_frame] == group).all(), (
+            f"row {row} holds blocks of another group than {group}"
+        )
+        np.add.at(references, cells, 1)
+        length = max(int(state.length[row]), int(state.replay_end[row]))
+        if not rules.is_ring[group]:
+            reached = max(int(state.length[row]), 0 if rules.is_state[group] else int(state.replay_end[row]))
+            assert state.room[group, row] == -(-reached // size) * size, f"row {row} is not as long as its blocks"
+        if w >= 0 and length:
+            committed = np.array([state.committed[row]])
+            needed = int(rules.visible(w, committed)[0]) // size
+            assert state.first[w, row] <= needed, f"row {row} lost a block inside its window"
+        if w < 0 and not rules.is_ring[group]:
+            assert len(held) == -(-length // size), f"row {row} has a hole"

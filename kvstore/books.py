@@ -1,352 +1,340 @@
-"""Books: which sequence holds which block, from open to release. Host only, whole batches, no bytes and no torch."""
+"""Books: which sequence holds which block, from open to release. Host only, whole batches, no bytes and no torch.
 
-from collections.abc import Iterable, Sequence
+The numbers of the sequences of the last batch are kept gathered (`Roster`): a decode loop that comes back with the
+same sequences works on them in place, and they are put back when somebody else asks.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.allocator import BlockAllocator, Ids
+from kvstore.announcer import Announcer
 from kvstore.errors import SequenceError
+from kvstore.events import EventLog
+from kvstore.namespaces import Namespace
 from kvstore.plan import CachePlan
-from kvstore.prefix import Node, PrefixIndex
-from kvstore.tables import Counts, GroupTable, Rows, SequenceRows, int_array, ragged_arange
-from kvstore_kernels.checks import expect_int
+from kvstore.prefixes import PLAIN, TIDY_NODES, Found, HitReport, Owner, Prefixes
+from kvstore.retain import KeepTokens
+from kvstore.rules import NEVER, GroupRules, Limits
+from kvstore.sequences import FIELDS, Counts, Flags, Handles, Rows, SequenceState, expect_tokens, token_array
+from kvstore.tables import BlockTables, Numbers
 
-MAX_TOKEN_ID = 2**31 - 1
-NEVER = 2**62  # more units than a sequence can have: its rows are not to be found
+
+class UnfinishedStep(Protocol):
+    """What the books must know of a `steps.Step` that is not finished."""
+
+    seq_ids: npt.NDArray[np.int64]
+    rows: Rows
+    committed: bool
+
+
+UNKNOWN = -1
 
 
 @dataclass(slots=True, eq=False)
-class Step:
-    """What `Books.extend` reserved: rows of the tables, tokens before and new, and the blocks handed out per group."""
+class Roster:
+    """The sequences of a batch: handles, rows, and a copy of their numbers that is ahead of the books'.
 
-    serial: int
-    seq_ids: npt.NDArray[np.int64]
+    `num_extends` and `num_commits` count the batches since the numbers were gathered, on top of those of `state`.
+    """
+
+    ids: npt.NDArray[np.int64]
+    id_bytes: bytes
     rows: Rows
-    starts: Counts
-    counts: Counts
-    order: Counts  # how many batches of each sequence come before it
-    new_blocks: list[Ids]
-    committed: bool = False
-
-    def positions(self) -> Counts:
-        """The position of every new token in its sequence, flat."""
-        return _positions(self.starts, self.counts)
-
-
-SERVED_KINDS = ("full", "sliding_window", "latent", "hidden_state")
-"""Kinds of layers whose blocks the books can keep."""
+    state: SequenceState
+    row_starts: Numbers  # of each row in the flat token history
+    ones: Counts
+    num_before: Counts  # batches of each sequence before the numbers were gathered
+    in_flight: int  # the most uncommitted batches of a sequence
+    was_idle: bool  # no sequence had any when the numbers were gathered
+    in_prompt: bool  # whether a sequence may have uncommitted tokens of its prompt
+    longest: int = UNKNOWN  # tokens of the longest sequence; UNKNOWN after some were taken back
+    num_extends: int = 0
+    num_commits: int = 0
 
 
 class Books:
     """The bookkeeping half of a KVStore. A failed call changes nothing.
 
-    Args: as of `KVStore`.
-
-    Raises: ValueError for a plan whose group mixes layers of different `tokens_per_row`, has a layer of another kind
-        than `SERVED_KINDS`, or puts several blocks into a frame.
+    Args:
+        plan: any plan.
+        limits: what the store is made for.
+        prefix_caching: whether committed blocks can be hit.
+        tail_only: as of `GroupRules`.
+        debug: whether blocks get a new generation whenever they are given back.
+        clock: seconds, for times to live.
+        events: where to tell what enters and leaves the prefix index.
     """
 
     def __init__(
-        self, plan: CachePlan, max_sequences: int, max_length: int, max_tokens_per_step: int, max_in_flight: int
+        self,
+        plan: CachePlan,
+        limits: Limits,
+        *,
+        prefix_caching: bool = True,
+        tail_only: bool = False,
+        debug: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        events: EventLog | None = None,
     ) -> None:
         self.plan = plan
-        self.max_length = max_length
-        self.max_tokens_per_step = max_tokens_per_step
-        self.max_in_flight = max_in_flight
-        self.sequences = SequenceRows(max_sequences)
-        self.allocator = BlockAllocator(plan.num_frames, len(plan.groups))
-        self.tables = [self._table(group) for group in range(len(plan.groups))]
-        self.unfinished: dict[int, Step] = {}
-        self.fences: list[tuple[int, Ids]] = []  # (serial of the last step that may touch the blocks, blocks)
-        self.num_unfinished = np.zeros(max_sequences, np.int64)
-        self._next_serial = 0
-        self._unit = lcm(*(group.block_size for group in plan.groups))
-        self._index = self._make_index()
-        self._cursors: list[Node] = [self._index.root] * max_sequences if self._index else []
-        self._indexed_units = np.zeros(max_sequences, np.int64)
-        self._tokens = np.zeros((max_sequences if self._index else 0, max_length), np.int32)
-        self._evicted_at_sweep = 0
+        self.limits = limits
+        self.rules = GroupRules(plan, limits, tail_only)
+        self.allocator = BlockAllocator(plan.num_frames, plan.blocks_per_frame, clock, debug)
+        self.handles = Handles(limits.max_sequences)
+        self.state = SequenceState.empty(limits.max_sequences, self.rules.sizes)
+        self.tables = BlockTables(self.rules, limits.max_sequences)
+        self.tables.reset(self.state, np.arange(limits.max_sequences))
+        self.unfinished: dict[int, UnfinishedStep] = {}
+        self.fences: list[tuple[int, Ids]] = []  # (serial of the last step that may touch the blocks, cells)
+        self.prefixes: Prefixes | None = None
+        if prefix_caching and plan.groups:
+            announcer = None if events is None else Announcer(events, self.rules, self.allocator)
+            length = limits.max_length
+            self.prefixes = Prefixes(plan.groups, self.rules, self.tables, self.allocator, length, announcer)
+        self.roster: Roster | None = None
+        self.next_serial = 0
+        self._next_edition = 1
+        self.is_sharing = False
+        self.checkpointed = [
+            g for g, group in enumerate(plan.groups)
+            if self.rules.is_state[g] and any(spec.checkpoint_blocks for spec in group.layers.values())
+        ]  # fmt: skip
+        self.in_fixed_blocks = np.flatnonzero(self.rules.is_ring | self.rules.is_state).tolist()
 
-    def open(self, token_arrays: Sequence[Any]) -> tuple[Rows, Counts]:
+    # Opening
+
+    def open(
+        self,
+        token_arrays: Sequence[Any],
+        namespace: Namespace | Sequence[Namespace | None] | None = None,
+        retention: Sequence[KeepTokens] | Sequence[Sequence[KeepTokens]] | None = None,
+    ) -> tuple[Rows, Counts]:
         """Opens one sequence per prompt. Returns: their rows, and the tokens each found in the prefix index."""
         if not isinstance(token_arrays, Iterable) or isinstance(token_arrays, str | bytes):
             raise ValueError(f"token_arrays: expected a sequence of prompts, got {token_arrays!r}")
-        prompts = [self._prompt(index, tokens) for index, tokens in enumerate(token_arrays)]
-        if len(prompts) > self.sequences.num_free:
+        given = list(token_arrays)
+        prompts = [self._prompt(index, tokens, is_alone=len(given) == 1) for index, tokens in enumerate(given)]
+        namespaces = _namespaces(namespace, prompts)
+        keeps = _keeps(retention, len(prompts))
+        if len(prompts) > self.handles.num_free:
             raise SequenceError(
-                f"token_arrays: expected at most {self.sequences.num_free} more sequences "
-                f"(max_sequences {self.sequences.max_sequences}), got {len(prompts)}"
+                f"token_arrays: expected at most {self.handles.num_free} more sequences "
+                f"(max_sequences {self.limits.max_sequences}), got {len(prompts)}"
             )
-        if self._index is not None:
-            self._update_index(self._index)
-        rows = self.sequences.open(len(prompts))
-        self.num_unfinished[rows] = 0
-        if self._index is not None:
+        found: Found | None = None
+        if len(prompts) == 1:
+            # What equals tokens of the index needs no look: of a long hit only the rest is searched for wrong numbers.
+            found = self.prefixes.find(prompts[0], namespaces[0]) if self.prefixes is not None else None
+            expect_tokens("token_arrays[0]", prompts[0][found.report.matched if found is not None else 0 :])
+        self.flush()
+        rows = self.handles.open(len(prompts))
+        state = self.state
+        state.matrix[: len(FIELDS), rows] = 0
+        self.renew(rows)
+        if self.prefixes is None:
+            state.indexed[rows] = NEVER
             for row, prompt in zip(rows.tolist(), prompts, strict=True):
-                self._attach_prefix(self._index, row, prompt)
-        return rows, self.sequences.committed[rows]
+                state.prompt[row] = len(prompt)
+            return rows, state.committed[rows]
+        for row, prompt, names, keep in zip(rows.tolist(), prompts, namespaces, keeps, strict=True):
+            if found is None or len(prompts) > 1:
+                found = self.prefixes.find(prompt, names)
+            self.prefixes.attach(state, row, prompt, found, Owner(names, keeps=keep))
+            self.is_sharing |= found.report.copied > 0
+        self.prefixes.index.tidy(TIDY_NODES * len(prompts))
+        return rows, state.committed[rows]
 
-    def extend(self, seq_ids: Any, num_new_tokens: Any, pad_to: int | None = None) -> Step:
-        """Reserves rows for the next tokens of each sequence, for all of them or for none; `pad_to` is only checked."""
-        ids, rows = self.sequences.resolve(seq_ids)
-        counts = self._counts("num_new_tokens", num_new_tokens, len(rows))
-        starts = self.sequences.length[rows]
-        if pad_to is not None:
-            self._check_padding(pad_to, counts)
-        self._check_extend(ids, rows, starts, counts)
-        ends = starts + counts
-        order = self.sequences.num_commits[rows] + self.sequences.in_flight[rows]
-        missing = [table.missing(rows, ends) for table in self.tables]
-        new_blocks = self.allocator.take([int(count.sum()) for count in missing])
-        for table, count, blocks in zip(self.tables, missing, new_blocks, strict=True):
-            table.append(rows, count, blocks)
-        self.sequences.length[rows] = ends
-        self.sequences.in_flight[rows] += 1
-        self.num_unfinished[rows] += 1
-        for array in (ids, counts):
-            array.setflags(write=False)  # a batch shows them to the engine
-        step = Step(self._next_serial, ids, rows, starts, counts, order, new_blocks)
-        self.unfinished[step.serial] = step
-        self._next_serial += 1
-        return step
-
-    def commit(self, step: Step, token_ids: Any, num_committed: Any = None, finish: bool = True) -> None:
-        """Confirms written rows; see `KVStore.commit`."""
-        self.expect_uncommitted(step)
-        rows, starts, counts, order = step.rows, step.starts, step.counts, step.order
-        if num_committed is not None:
-            counts = self._counts("num_committed", num_committed, len(rows))
-            if (counts > step.counts).any():
-                raise ValueError(
-                    f"num_committed: expected at most the extended {step.counts.tolist()}, got {counts.tolist()}"
-                )
-        positions = _positions(starts, counts)
-        tokens = token_array("token_ids", token_ids)
-        if len(tokens) != len(positions):
-            raise ValueError(f"token_ids: expected {len(positions)} tokens, got {len(tokens)}")
-        alive = self.sequences.alive(step.seq_ids, rows)
-        if not alive.all():
-            kept = np.repeat(alive, counts)
-            tokens, positions = tokens[kept], positions[kept]
-            rows, starts, counts, order = rows[alive], starts[alive], counts[alive], order[alive]
-        withdrawn = counts < (step.counts if alive.all() else step.counts[alive])
-        self._check_commit(rows, order, withdrawn)
-
-        ends = starts + counts
-        if self._index is not None:
-            self._tokens[np.repeat(rows, counts), positions] = tokens
-        self.sequences.committed[rows] = ends
-        self.sequences.length[rows[withdrawn]] = ends[withdrawn]
-        self.sequences.in_flight[rows] -= 1
-        self.sequences.num_commits[rows] += 1
-        step.committed = True
-        if finish:
-            self.finish(step)
-        for table in self.tables:
-            left = table.leave_window(rows, ends)
-            if left.size:
-                self._give_back(left, step.serial)
-
-    def finish(self, step: Step) -> None:
-        """Gives back what is fenced for this step, if no earlier one is unfinished; see `KVStore.finish`."""
-        if self.unfinished.get(step.serial) is not step:
-            raise ValueError("batch: expected an unfinished batch of this store, got a finished or a foreign one")
-        if not step.committed:
-            raise ValueError("batch: expected a committed batch, got one that is not committed yet")
-        del self.unfinished[step.serial]
-        self.num_unfinished[step.rows[self.sequences.alive(step.seq_ids, step.rows)]] -= 1
-        due = [ids for serial, ids in self.fences if serial < self._oldest_unfinished()]
-        self.fences = [(serial, ids) for serial, ids in self.fences if serial >= self._oldest_unfinished()]
-        for ids in due:
-            self.allocator.unfence(ids)
+    def report(self, row: int) -> HitReport | None:
+        """What the sequence of a row found when it was opened."""
+        return self.prefixes.owners[row].report if self.prefixes is not None else None
 
     def release(self, seq_ids: Any) -> None:
         """Closes sequences; see `KVStore.release`."""
-        _, rows = self.sequences.resolve(seq_ids)
+        _, rows = self.handles.resolve(seq_ids)
+        self.flush()
+        touched = self.touched()
         for row in rows.tolist():
-            if self._index is not None:
-                self._update_index_of(self._index, row)
-                self._cursors[row] = self._index.root
-                self._indexed_units[row] = 0
-            touched = self.num_unfinished[row] > 0
-            for table in self.tables:
-                ids = table.held(row)[::-1]  # the tail first: without its head a prefix is worth nothing
-                if touched:
-                    self._give_back(ids, self._next_serial - 1)
-                else:
-                    self.allocator.release(ids)
-                table.clear(row)
-        self.sequences.close(rows)
+            self.let_go_of_row(row, touched)
+        if self.prefixes is not None:
+            self.prefixes.close(rows)
+        self.tables.clear(self.state, rows)
+        self.handles.close(rows)
 
-    def drop_prefixes(self) -> None:
-        """Forgets every prefix: cached blocks become free, and open sequences are not hit any more."""
-        if self._index is not None:
-            self._index.clear()
-            self._cursors = [self._index.root] * self.sequences.max_sequences
-            self._indexed_units[:] = NEVER
-        self.allocator.drop_cached()
+    def forget_prefixes(self, matches: Callable[[Namespace], bool] | None = None) -> int:
+        """Forgets the prefixes of some namespaces, or all. Returns: blocks given up."""
+        if self.prefixes is None:
+            return 0
+        self.flush()
+        rows = np.flatnonzero(self.handles.current[:-1] >= 0)
+        given_up = self.prefixes.forget(matches, self.state, rows)
+        if matches is None:
+            self.allocator.drop_cached()
+            if self.prefixes.announcer is not None:
+                self.prefixes.announcer.cleared(None)
+        return given_up
 
-    def expect_uncommitted(self, step: Step) -> None:
-        """Raises ValueError unless the step is of these books and not committed."""
-        if self.unfinished.get(step.serial) is not step:
-            raise ValueError("batch: expected an unfinished batch of this store, got a finished or a foreign one")
-        if step.committed:
-            raise ValueError("batch: expected a batch that is not committed, got a committed one")
+    # What the calls beside open, extend, commit and release need (forks, rollback, swap)
 
-    # Fences
+    def flush(self) -> None:
+        """Puts the numbers of the last batch back: `state` is true from here on."""
+        roster = self.roster
+        if roster is not None:
+            roster.state.num_extends += roster.num_extends
+            roster.state.num_commits += roster.num_commits
+            self.state.put(roster.rows, roster.state)
+            self.roster = None
 
-    def _oldest_unfinished(self) -> int:
-        return min(self.unfinished, default=self._next_serial)
+    def renew(self, rows: Rows) -> None:
+        """Gives rows a new edition: whoever mirrors the tables copies them whole."""
+        self.state.edition[rows] = np.arange(self._next_edition, self._next_edition + len(rows))
+        self._next_edition += len(rows)
 
-    def _give_back(self, ids: Ids, last_serial: int) -> None:
+    def tables_changed(self, rows: Rows) -> None:
+        """To call after table rows were rewritten: tails are worked out and mirrors are told. The roster is empty."""
+        self.renew(rows)
+        state = self.state.take(rows)
+        self.tables.refresh_tails(state, rows)
+        self.state.put(rows, state)
+
+    def expect_settled(self, ids: npt.NDArray[np.int64], rows: Rows, name: str = "seq_ids") -> None:
+        """Raises SequenceError for a sequence with uncommitted batches. The roster is empty."""
+        in_flight = self.state.num_extends[rows] - self.state.num_commits[rows]
+        if in_flight.any():
+            worst = int(in_flight.argmax())
+            raise SequenceError(
+                f"{name}: expected sequences without uncommitted batches, got {ids[worst]} with {in_flight[worst]}"
+            )
+
+    def give_back(self, cells: Ids, last_serial: int) -> None:
         """Releases blocks that steps up to `last_serial` may touch, once the last of these is finished."""
-        if self._oldest_unfinished() <= last_serial:
-            self.allocator.fence(ids)
-            self.fences.append((last_serial, ids))
-        else:
-            self.allocator.release(ids)
-
-    # Prefixes
-
-    def _make_index(self) -> PrefixIndex | None:
-        """None where a group forgets rows: a window's hit rule is not built yet, and a wrong hit is wrong output."""
-        groups = self.plan.groups
-        if not groups or any(group.retention.kind != "full" for group in groups):
-            return None
-        blocks_per_unit = tuple(self._unit // group.block_size for group in groups)
-        return PrefixIndex(self._unit, blocks_per_unit, self.allocator.generation)
-
-    def _attach_prefix(self, index: PrefixIndex, row: int, prompt: npt.NDArray[np.int32]) -> None:
-        """Gives a new row the blocks of the longest prefix known, short of the whole prompt."""
-        node, blocks = index.match(prompt, (len(prompt) - 1) // self._unit)
-        self._cursors[row] = node
-        self._indexed_units[row] = node.end_units
-        length = node.end_units * self._unit
-        self.sequences.length[row] = self.sequences.committed[row] = length
-        self._tokens[row, :length] = prompt[:length]
-        for table, ids in zip(self.tables, blocks, strict=True):
-            self.allocator.retain(ids)
-            table.table[row, : len(ids)] = ids
-            table.num_blocks[row] = len(ids)
-
-    def _update_index(self, index: PrefixIndex) -> None:
-        """Makes every full committed block of the open sequences findable.
-
-        Done when someone looks instead of when a block fills, so that a decode step does nothing per sequence.
-        """
-        if self.allocator.num_evicted - self._evicted_at_sweep > max(1024, self.plan.num_frames):
-            index.sweep()
-            self._evicted_at_sweep = self.allocator.num_evicted
-        units = self.sequences.committed // self._unit
-        for row in np.flatnonzero(self.sequences.is_open & (units > self._indexed_units)).tolist():
-            self._update_index_of(index, row)
-
-    def _update_index_of(self, index: PrefixIndex, row: int) -> None:
-        units = int(self.sequences.committed[row]) // self._unit
-        indexed = int(self._indexed_units[row])
-        if units <= indexed:
+        if not len(cells):
             return
-        tokens = self._tokens[row, : units * self._unit]
-        blocks = [
-            table.table[row, : units * per_unit]
-            for table, per_unit in zip(self.tables, index.blocks_per_unit, strict=True)
-        ]
-        self._cursors[row], taken = index.insert(self._cursors[row], indexed, tokens, blocks, row)
-        self._indexed_units[row] = units
-        for ids in taken:
-            self.allocator.index(ids)
+        if self.unfinished and self.oldest_unfinished() <= last_serial:
+            self.allocator.fence(cells)
+            self.fences.append((last_serial, cells))
+        else:
+            self.allocator.release(cells)
 
-    # Tables and checks
+    def touched(self) -> Flags:
+        """Of every row: whether an unfinished batch has its sequence."""
+        touched = np.zeros(self.limits.max_sequences, np.bool_)
+        for step in self.unfinished.values():
+            touched[step.rows[self.handles.alive(step.seq_ids, step.rows)]] = True
+        return touched
 
-    def _table(self, group_index: int) -> GroupTable:
-        group = self.plan.groups[group_index]
-        if self.plan.blocks_per_frame[group_index] != 1:
-            raise ValueError(
-                f"plan: group {group.name!r}: expected blocks that are frames, got {self.plan.blocks_per_frame} blocks "
-                "per frame: make the plan with plan_cache(..., layout='overlay'), 'bestfit' or 'buckets'"
-            )
-        unserved = [name for name, spec in group.layers.items() if spec.kind not in SERVED_KINDS]
-        if unserved:
-            raise ValueError(
-                f"plan: layer {unserved[0]!r}: expected one of the kinds {', '.join(SERVED_KINDS)}, "
-                f"got {group.layers[unserved[0]].kind!r}, which this store does not serve"
-            )
-        rows_per_block = {spec.rows_per_block for spec in group.layers.values()}
-        if len(rows_per_block) != 1:
-            raise ValueError(
-                f"plan: group {group.name!r}: expected layers with equal rows per block, got {sorted(rows_per_block)}"
-            )
-        window = group.retention.window
-        reach = self.max_length
-        if window is not None:
-            reach = min(reach, window - 1 + self.max_in_flight * self.max_tokens_per_step + group.block_size)
-        width = -(-reach // group.block_size)
-        return GroupTable(self.sequences.max_sequences, width, group.block_size, rows_per_block.pop(), window)
+    def let_go_of_row(self, row: int, touched: Flags) -> None:
+        """Makes a row's committed blocks findable and gives all its blocks back, the tail first, group by group."""
+        if self.prefixes is not None and not self.handles.suspended[row]:
+            self.prefixes.update(self.state, row, row, int(self.state.committed[row]))
+        last = self.next_serial - 1 if touched[row] else -1
+        for g in range(self.rules.num_groups):
+            _, ids = self.tables.held(self.state, row, g)
+            self.give_back(self.allocator.to_cells(ids[::-1], g), last)
 
-    def _prompt(self, index: int, tokens: Any) -> npt.NDArray[np.int32]:
+    def cut_back(self, state: SequenceState, rows: Rows, lengths: Counts, serial: int) -> None:
+        """Gives back the blocks that `lengths` tokens do not need."""
+        entries = self.tables.excess(state, lengths)
+        if len(entries.seq):
+            ids = self.tables.remove(entries, rows)
+            there = ids != 0
+            self.give_back(self.allocator.to_cells(ids[there], entries.group[there])[::-1], serial)
+            self.tables.refresh_tails(state, rows)
+
+    def roster_of(self, seq_ids: Any) -> Roster:
+        """The sequences of a batch with their numbers gathered; the last batch's again where it has the same ones.
+
+        Raises: ValueError / SequenceError for handles that are wrong, or of a suspended sequence.
+        """
+        roster = self.roster
+        is_array = seq_ids.__class__ is np.ndarray and seq_ids.dtype == np.int64 and seq_ids.ndim == 1
+        if roster is not None and is_array and seq_ids.tobytes() == roster.id_bytes:
+            return roster
+        ids, rows = self.handles.resolve(seq_ids)
+        self.handles.expect_resident(ids, rows)
+        if roster is not None and ids.tobytes() == roster.id_bytes:
+            return roster
+        return self.load(ids, rows)
+
+    def load(self, ids: npt.NDArray[np.int64], rows: Rows) -> Roster:
+        """Gathers the numbers of sequences; the roster before is put back."""
+        self.flush()
+        ones = np.ones(len(ids), np.int64)
+        for array in (ids, ones):  # batches show both to the engine
+            array.setflags(write=False)
+        state = self.state.take(rows)
+        in_flight = int((state.num_extends - state.num_commits).max(initial=0))
+        in_prompt, row_starts = False, rows
+        if self.prefixes is not None:
+            in_prompt = bool((state.committed < state.prompt).any())
+            row_starts = rows * self.prefixes.tokens.shape[1]
+        self.roster = Roster(
+            ids,
+            ids.tobytes(),
+            rows,
+            state,
+            row_starts,
+            ones,
+            state.num_extends.copy(),
+            in_flight,
+            in_flight == 0,
+            in_prompt,
+        )
+        return self.roster
+
+    def oldest_unfinished(self) -> int:
+        """The serial of the oldest unfinished step, or of the next one."""
+        return next(iter(self.unfinished), self.next_serial)  # serials enter in order
+
+    def _prompt(self, index: int, tokens: Any, is_alone: bool) -> npt.NDArray[np.int32]:
         name = f"token_arrays[{index}]"
-        prompt = token_array(name, tokens)
-        if not 1 <= len(prompt) <= self.max_length:
-            raise ValueError(f"{name}: expected 1 to {self.max_length} tokens (max_length), got {len(prompt)}")
+        prompt = token_array(name, tokens, skip_range=is_alone)
+        if not 1 <= len(prompt) <= self.limits.max_length:
+            raise ValueError(f"{name}: expected 1 to {self.limits.max_length} tokens (max_length), got {len(prompt)}")
         return prompt
 
-    def _counts(self, name: str, counts: Any, num_sequences: int) -> Counts:
-        if isinstance(counts, int | np.integer) and not isinstance(counts, bool):
-            counts = [counts] * num_sequences
-        array = int_array(name, counts)
-        if len(array) != num_sequences:
-            raise ValueError(f"{name}: expected one count per sequence, {num_sequences} in all, got {len(array)}")
-        if array.size and array.min() < 0:
-            raise ValueError(f"{name}: expected counts >= 0, got {array.min()}")
-        return array
 
-    def _check_extend(self, ids: npt.NDArray[np.int64], rows: Rows, starts: Counts, counts: Counts) -> None:
-        if not rows.size:
-            return
-        # One count at a time before their sum, which could leave int64.
-        if counts.max() > self.max_tokens_per_step or counts.sum() > self.max_tokens_per_step:
+def _namespaces(
+    given: Namespace | Sequence[Namespace | None] | None, prompts: Sequence[npt.NDArray[np.int32]]
+) -> list[Namespace]:
+    """One namespace per prompt. Raises: TypeError / ValueError for anything else, and items past a prompt's end."""
+    if given is None or isinstance(given, Namespace):
+        namespaces = [given or PLAIN] * len(prompts)
+    elif isinstance(given, Sequence):
+        namespaces = [PLAIN if names is None else names for names in given]
+    else:
+        raise TypeError(f"namespace: expected a Namespace, or one per prompt, got {type(given).__name__}")
+    if len(namespaces) != len(prompts):
+        raise ValueError(f"namespace: expected one per prompt, {len(prompts)} in all, got {len(namespaces)}")
+    for index, (names, prompt) in enumerate(zip(namespaces, prompts, strict=True)):
+        if not isinstance(names, Namespace):
+            raise TypeError(f"namespace[{index}]: expected a Namespace, got {type(names).__name__}")
+        if names.items and names.items[-1].end > len(prompt):
             raise ValueError(
-                f"num_new_tokens: expected at most {self.max_tokens_per_step} in all (max_tokens_per_step), "
-                f"got {sum(counts.tolist())}"
+                f"namespace[{index}]: items: expected them inside the prompt of {len(prompt)} tokens, "
+                f"got one that ends at {names.items[-1].end}"
             )
-        ends = starts + counts
-        if ends.max() > self.max_length:
-            worst = int(ends.argmax())
-            raise ValueError(
-                f"num_new_tokens: expected sequences of at most {self.max_length} tokens (max_length), "
-                f"got {ends[worst]} for sequence {ids[worst]}"
-            )
-        in_flight = self.sequences.in_flight[rows]
-        if in_flight.max() >= self.max_in_flight:
-            raise SequenceError(
-                f"seq_ids: expected fewer than {self.max_in_flight} uncommitted batches of a sequence "
-                f"(max_in_flight), got {in_flight.max()} of sequence {ids[int(in_flight.argmax())]}"
-            )
-
-    def _check_padding(self, pad_to: int, counts: Counts) -> None:
-        if (counts != 1).any():
-            raise ValueError(f"pad_to: expected a batch with one new token per sequence, got {counts.tolist()}")
-        expect_int("pad_to", pad_to, len(counts), self.sequences.max_sequences)
-
-    def _check_commit(self, rows: Rows, order: Counts, withdrawn: npt.NDArray[np.bool_]) -> None:
-        if not np.array_equal(self.sequences.num_commits[rows], order):
-            raise ValueError("batch: expected the earliest uncommitted batch of its sequences, got a later one")
-        if (withdrawn & (self.sequences.in_flight[rows] > 1)).any():
-            raise ValueError("num_committed: expected all tokens of a sequence that has a later batch in flight")
+    return namespaces
 
 
-def token_array(name: str, tokens: Any) -> npt.NDArray[np.int32]:
-    """Token ids as a flat int32 array. Raises: ValueError when they are no integers in [0, 2**31)."""
-    array = int_array(name, tokens)
-    if array.size and (array.min() < 0 or array.max() > MAX_TOKEN_ID):
-        wrong = array.min() if array.min() < 0 else array.max()
-        raise ValueError(f"{name}: expected token ids in [0, {MAX_TOKEN_ID}], got {wrong}")
-    return array.astype(np.int32)
-
-
-def _positions(starts: Counts, counts: Counts) -> Counts:
-    return np.repeat(starts, counts) + ragged_arange(counts)
+def _keeps(
+    given: Sequence[KeepTokens] | Sequence[Sequence[KeepTokens]] | None, num_prompts: int
+) -> list[tuple[KeepTokens, ...]]:
+    """The ranges to keep of each prompt; a flat list holds for all. Raises: TypeError / ValueError."""
+    if given is None:
+        return [()] * num_prompts
+    if not isinstance(given, Sequence):
+        raise TypeError(f"retention: expected KeepTokens, or a list of them per prompt, got {type(given).__name__}")
+    flat = all(isinstance(item, KeepTokens) for item in given)
+    keeps: list[Any] = [tuple(given)] * num_prompts if flat and given else list(given)
+    if len(keeps) != num_prompts:
+        raise ValueError(f"retention: expected one list per prompt, {num_prompts} in all, got {len(keeps)}")
+    for index, ranges in enumerate(keeps):
+        if not isinstance(ranges, Sequence) or not all(isinstance(item, KeepTokens) for item in ranges):
+            raise TypeError(f"retention[{index}]: expected a list of KeepTokens, got {ranges!r}")
+    return [tuple(ranges) for ranges in keeps]

@@ -1,6 +1,7 @@
 """KVStore: the bytes of a plan and the books of which sequence holds which block, behind one small set of calls."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +10,29 @@ import numpy.typing as npt
 import torch
 
 import kvstore_kernels as kernels
+from kvstore import steps, swap
+from kvstore.allocator import NO_GROUP, Ids
 from kvstore.arena import Arena
 from kvstore.audit import audit
-from kvstore.batch import Batch, batch_bytes, gather_range, make_batch
-from kvstore.books import Books, Step
+from kvstore.batch import Batch, BatchMaker, GraphBuffers, batch_bytes
+from kvstore.books import Books
+from kvstore.events import EventLog
+from kvstore.hostcopy import HostCopies, HostRows
+from kvstore.layer_ops import LayerOps, step_of
+from kvstore.mirrors import Mirror, Mirrors
+from kvstore.namespaces import Namespace
 from kvstore.plan import CachePlan
+from kvstore.retain import KeepTokens
+from kvstore.rules import Limits
+from kvstore.sequence_ops import SequenceOps
 from kvstore.staging import Staging
-from kvstore_kernels import PageView
-from kvstore_kernels.checks import expect_int
+from kvstore.stats import StoreStats, collect
+from kvstore_kernels import LayerTable
+from kvstore_kernels.checks import expect_bool, expect_int
 
 BATCHES_PER_STEP = 2  # a prefill and a decode
+POISON = 0xFF
+"""A NaN in every float dtype: what given-up blocks hold in debug mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +43,13 @@ class Opened:
     cached_tokens: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Blocks by state; `num_blocks` is their sum, the null block is not in it. `peak_in_use` counts fenced ones too."""
-
-    num_blocks: int
-    free: int
-    cached: int
-    in_use: int
-    fenced: int
-    peak_in_use: int
-    evicted: int
-    open_sequences: int
-
-
-class KVStore:
+class KVStore(SequenceOps, LayerOps):
     """A paged KV-cache store for one engine.
 
     A sequence is opened with its prompt, extended step by step (rows are reserved), written and read layer by layer,
-    and committed (the rows are confirmed written). Calls take whole batches; a failed call changes nothing. One
-    thread uses a store. Handles are equal in every store that sees the same calls, so a store cannot tell another's.
+    and committed (the rows are confirmed written). Calls take whole batches; a failed call changes nothing. One thread
+    calls a store; others may ask for `stats` meanwhile. Handles are equal in every store that sees the same calls, so
+    a store cannot tell another's.
 
     Args:
         plan: from `plan_cache`.
@@ -58,8 +59,16 @@ class KVStore:
         max_tokens_per_step: new tokens of one batch.
         max_in_flight: batches of one sequence that may be extended and not yet committed.
         zero_new: whether blocks are cleared when handed out; "auto": where layers of different dtypes share bytes,
-            so that a reader of whole pages does not meet another group's bytes as NaN.
+            or keep a state, so that a reader of whole pages does not meet another group's bytes as NaN.
         backend: "triton", "reference", or None: Triton on a GPU, the reference elsewhere.
+        prefix_caching: whether sequences find what others have computed.
+        stored: "all", or "tail": of a batch with several new tokens of a sequence, windows store only the rows that a
+            later step can read. Attention then reads the old tail (`gather`) and the batch's own K and V. Not for
+            batches of which tokens may be withdrawn.
+        rollback: tokens that windows keep beyond their reach, so that `truncate` can take so many back.
+        max_events: how many events are kept for `take_events`; 0 keeps none and costs nothing.
+        debug: blocks given up are filled with NaN, and a batch whose blocks have changed hands is refused.
+        clock: seconds, by which times to live run out. Ranks that must agree on block ids need the same times.
 
     Raises: ValueError / TypeError that name the argument.
     """
@@ -74,6 +83,13 @@ class KVStore:
         max_in_flight: int = 2,
         zero_new: bool | str = "auto",
         backend: str | None = None,
+        *,
+        prefix_caching: bool = True,
+        stored: str = "all",
+        rollback: int = 0,
+        max_events: int = 0,
+        debug: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(plan, CachePlan):
             raise TypeError(f"plan: expected a CachePlan, got {type(plan).__name__}")
@@ -85,37 +101,68 @@ class KVStore:
         }
         for name, value in limits.items():
             expect_int(name, value, 1, 2**31 - 1)
+        for name, value, most in (("rollback", rollback, max_length), ("max_events", max_events, 2**31 - 1)):
+            expect_int(name, value, 0, most)
+        for name, flag in (("prefix_caching", prefix_caching), ("debug", debug)):
+            expect_bool(name, flag)
         if not isinstance(zero_new, bool) and not (isinstance(zero_new, str) and zero_new == "auto"):
             raise ValueError(f"zero_new: expected True, False or 'auto', got {zero_new!r}")
+        if stored not in ("all", "tail"):
+            raise ValueError(f"stored: expected 'all' or 'tail', got {stored!r}")
+        if not callable(clock):
+            raise TypeError(f"clock: expected a function that returns seconds, got {clock!r}")
         self.plan = plan
         self.device = _checked_device("cpu" if device is None else device)
         self._backend = kernels.resolve_backend(backend, self.device)
-        self._books = Books(plan, **limits)
+        self._books = Books(
+            plan,
+            Limits(**limits, rollback=rollback),
+            prefix_caching=prefix_caching,
+            tail_only=stored == "tail",
+            debug=debug,
+            clock=clock,
+            events=EventLog(max_events) if max_events else None,
+        )
         self._arena = None if device is None else Arena(plan, self.device)
         self._group_of = {layer: plan.group_index(layer) for layer in (*plan.layers, *plan.aliases)}
-        self._zeroed_layers = self._layers_to_zero(zero_new)
-        num_buffers = BATCHES_PER_STEP * max_in_flight
-        self._staging = Staging(
-            self.device, batch_bytes(self._books.tables, max_sequences, max_tokens_per_step), num_buffers
-        )
+        self._scales = {}
+        self._debug = debug
+        self._given_up = np.zeros(len(self._books.allocator.references), np.int32)  # of each cell how often; in debug
+        self._layer_tables = self._make_layer_tables(plan.layers)
+        self._zeroed = self._make_layer_tables(self._layers_to_zero(zero_new))
+        self._host = HostCopies(self._layer_tables, self.device, self._backend)
+        self._suspended: dict[int, tuple[swap.Held, list[HostRows | None] | None]] = {}
+        capacity = batch_bytes(self._books.rules, max_sequences, max_tokens_per_step)
+        self._staging = Staging(self.device, capacity, BATCHES_PER_STEP * max_in_flight)
+        self._mirrors = Mirrors(self._books.tables, self.device, self._staging.packed)
+        self._maker = BatchMaker(self._books, self._staging)
 
-    def open(self, token_arrays: Sequence[Any]) -> Opened:
+    def open(
+        self,
+        token_arrays: Sequence[Any],
+        namespace: Namespace | Sequence[Namespace | None] | None = None,
+        retention: Sequence[KeepTokens] | Sequence[Sequence[KeepTokens]] | None = None,
+    ) -> Opened:
         """Opens one sequence per prompt and gives it the blocks that hold a prefix of the prompt already.
 
         Args:
             token_arrays: the prompts, each a flat array of at least one token id in [0, 2**31).
+            namespace: of all prompts, or one per prompt: only prompts of equal namespaces share anything.
+            retention: ranges of tokens to keep longer or shorter than others, for all prompts, or a list per prompt.
 
-        Returns: the handles, and how many leading tokens need not be computed: whole committed blocks of sequences
-            that run or ran, always at least one token short of the prompt. Stores with sliding-window groups find no
-            prefixes.
+        Returns: the handles, and how many leading tokens need not be computed: of committed blocks of sequences that
+            run or ran, always at least one token short of the prompt. What a running sequence has generated is found
+            from its release on. `explain_hit` tells why it is not more.
 
-        Raises: ValueError for a prompt that is empty, too long, or no integers; SequenceError when more sequences are
-            asked for than are left of max_sequences.
+        Raises: ValueError for a prompt that is empty, too long, or no integers; TypeError / ValueError for the
+            namespace and the retention; SequenceError when more sequences are asked for than are left of max_sequences.
         """
-        rows, cached_tokens = self._books.open(token_arrays)
-        return Opened(self._books.sequences.handles(rows), cached_tokens)
+        rows, cached_tokens = self._books.open(token_arrays, namespace, retention)
+        return Opened(self._books.handles.current[rows], cached_tokens)
 
-    def extend(self, seq_ids: Any, num_new_tokens: Any, pad_to: int | None = None) -> Batch:
+    def extend(
+        self, seq_ids: Any, num_new_tokens: Any, pad_to: int | None = None, *, graph: GraphBuffers | None = None
+    ) -> Batch:
         """Reserves the rows of the next tokens of each sequence, for the whole batch or not at all.
 
         Args:
@@ -123,13 +170,39 @@ class KVStore:
             num_new_tokens: one count for all sequences, or one per sequence.
             pad_to: for one token per sequence: the number of sequences to pad the batch to, as CUDA graphs need it.
                 A padding sequence has length 0, a table of null blocks, and one token with slot -1.
+            graph: from `graph_batch`: the batch is padded to its size and fills its tensors.
 
-        Raises: SequenceError for handles that are unknown, released, repeated, or have max_in_flight uncommitted
-            batches; ValueError for counts, and lengths over max_length or max_tokens_per_step; OutOfBlocks.
+        Raises: SequenceError for handles that are unknown, released, suspended, repeated, or have max_in_flight
+            uncommitted batches; ValueError for counts, lengths over max_length or max_tokens_per_step, and a graph
+            whose last batch is not finished; OutOfBlocks.
         """
-        step = self._books.extend(seq_ids, num_new_tokens, pad_to)
-        self._zero(step)
-        return make_batch(step, self._books.tables, self._staging, 0 if pad_to is None else pad_to - len(step.rows))
+        if graph is not None:
+            pad_to = graph.expect_free(pad_to)
+        step = steps.extend(self._books, seq_ids, num_new_tokens, pad_to)
+        self._poison()
+        if self._arena is not None:
+            self._prepare(step)
+        padding = 0 if pad_to is None else pad_to - len(step.rows)
+        if graph is None:
+            batch = self._maker.make(step, self._mirrors.take(len(step.rows)), padding)
+        else:
+            batch = graph.batch = self._maker.make(step, graph.mirror, padding, graph)
+        if self._debug:
+            batch.tags = self._tags(batch)
+        return batch
+
+    def graph_batch(self, num_sequences: int) -> GraphBuffers:
+        """Buffers for decode batches of up to `num_sequences` sequences that a CUDA graph has captured.
+
+        Every `extend(..., graph=buffers)` fills the same tensors, at the same addresses and with the same shapes: block
+        tables are as wide as `max_length` needs. One batch at a time.
+
+        Raises: TypeError / ValueError for a number that is none of 1 ... max_sequences.
+        """
+        expect_int("num_sequences", num_sequences, 1, self._books.limits.max_sequences)
+        capacity = batch_bytes(self._books.rules, num_sequences, num_sequences)
+        mirror = Mirror(self._books.tables, self.device, self._staging.packed)
+        return GraphBuffers(num_sequences, mirror, Staging(self.device, capacity, 1, packed=True))
 
     def commit(self, batch: Batch, token_ids: Any, num_committed: Any = None, *, finish: bool = True) -> None:
         """Confirms that the rows of a batch are written, which makes its full blocks hittable.
@@ -140,23 +213,24 @@ class KVStore:
             batch: of this store and not committed; earlier batches of its sequences are committed first.
             token_ids: the tokens whose rows the batch wrote (never the sampled ones), flat, in the batch's order.
             num_committed: one count per sequence when fewer than extended are kept (speculation); the rows behind
-                them are withdrawn. `token_ids` holds the kept tokens only.
+                them are withdrawn. `token_ids` holds the kept tokens only. Refused where a group keeps rings, states or
+                tails, which a step overwrites.
             finish: whether the device is done with the batch as well; otherwise call `finish` later.
 
         Raises: ValueError for a foreign, committed or later batch, wrong counts, and token ids that are no integers
             in [0, 2**31).
         """
-        self._books.commit(_step_of(batch), token_ids, num_committed, finish)
+        steps.commit(self._books, step_of(batch), token_ids, num_committed, finish)
         if finish:
-            self._staging.give_back(batch.lease)
+            self._give_back(batch)
 
     def finish(self, batch: Batch) -> None:
         """Says that the device has run a committed batch: blocks that were fenced for it can be handed out again.
 
         Raises: ValueError for a batch that is foreign, finished already, or not committed.
         """
-        self._books.finish(_step_of(batch))
-        self._staging.give_back(batch.lease)
+        steps.finish(self._books, step_of(batch))
+        self._give_back(batch)
 
     def release(self, seq_ids: Any) -> None:
         """Closes sequences. Their full committed blocks stay hittable until they are evicted, the others are free.
@@ -165,159 +239,15 @@ class KVStore:
 
         Raises: SequenceError / ValueError for handles that are unknown, released, or given twice.
         """
+        _, rows = self._books.handles.resolve(seq_ids)
         self._books.release(seq_ids)
-
-    def drop_prefixes(self) -> None:
-        """Forgets all prefixes, as after a change of weights: no sequence opened so far is hit from here on."""
-        self._books.drop_prefixes()
-
-    def write(self, layer: str, batch: Batch, *parts: torch.Tensor) -> None:
-        """Writes the batch's rows of one layer: K and V [T, num_kv_heads, head_dim], or the latent row [T, dim].
-
-        Raises: ValueError / TypeError for an unknown layer or an alias, a committed batch, and parts of another shape,
-            dtype or device than the layer's format.
-        """
-        view, group = self._layer(layer, batch)
-        if layer in self.plan.aliases:
-            raise ValueError(f"layer: {layer!r} reads the cache of {self.plan.owner(layer)!r} and has none to write")
-        self._books.expect_uncommitted(batch.step)
-        for part in parts:
-            if isinstance(part, torch.Tensor) and part.ndim and part.shape[0] != batch.num_tokens:
-                raise ValueError(f"parts: expected {batch.num_tokens} rows, one per token, got {part.shape[0]}")
-        kernels.write_rows(view, batch.slot_mapping[group], *parts, backend=self._backend)
-
-    def gather(
-        self,
-        layer: str,
-        batch: Batch,
-        start: Any = None,
-        out: tuple[torch.Tensor, ...] | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Copies the rows of every sequence of the batch, packed one behind the other: one tensor per format part.
-
-        Args:
-            start: per sequence the first row to fetch, not before the default. None: 0, or in a window group the
-                first row that the batch's first new token can reach (`gather_starts` tells which).
-            out: tensors to write to.
-
-        Returns: tensors [num_rows, num_heads, head_dim]; sequence i has row_lens[i] - start[i] rows.
-
-        Raises: ValueError / TypeError that name the argument.
-        """
-        view, group = self._layer(layer, batch)
-        starts, lengths = gather_range(batch, self._books.tables[group], start)
-        cu_row_lens = np.zeros(len(lengths) + 1, np.int32)
-        np.cumsum(lengths, out=cu_row_lens[1:])
-        return kernels.gather_rows(
-            view,
-            batch.block_table[group],
-            torch.from_numpy(cu_row_lens).to(self.device),
-            num_rows=int(cu_row_lens[-1]),
-            start=torch.from_numpy(starts.astype(np.int32)).to(self.device),
-            wraps=self.plan.groups[group].retention.window is not None,
-            out=out,
-            backend=self._backend,
-        )
-
-    def gather_starts(self, layer: str, batch: Batch) -> npt.NDArray[np.int64]:
-        """Per sequence the position of the first row that `gather` fetches by default."""
-        _, group = self._layer(layer, batch)
-        return gather_range(batch, self._books.tables[group], None)[0]
-
-    def gqa_decode(
-        self,
-        layer: str,
-        batch: Batch,
-        q: torch.Tensor,
-        softmax_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        *,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one query token per sequence over the pages of a K/V layer; the layer's window is applied.
-
-        Args:
-            q: [n, num_heads, head_dim]; num_heads is a multiple of the layer's KV heads.
-            softmax_scale: None: head_dim ** -0.5.
-            soft_cap, sinks: as of `kvstore_kernels.gqa_decode`.
-
-        Returns: out [n, num_heads, head_dim_v] in q's dtype and lse [n, num_heads] fp32, natural log; a padding
-            sequence gives 0 and -inf.
-
-        Raises: ValueError / TypeError for a batch with other than one token per sequence, and as `write`.
-        """
-        view, group = self._decode_layer(layer, batch)
-        return kernels.gqa_decode(
-            view,
-            batch.block_table[group],
-            batch.row_lens[group],
-            q,
-            softmax_scale=softmax_scale,
-            window=self.plan.spec(layer).window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            out=out,
-            backend=self._backend,
-        )
-
-    def mla_decode(
-        self,
-        layer: str,
-        batch: Batch,
-        q: torch.Tensor,
-        softmax_scale: float,
-        out: torch.Tensor | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one query token per sequence over latent rows: K is the row, V its leading value_dim columns.
-
-        Args:
-            q: [n, num_heads, latent_dim], the absorbed query (nope columns first).
-            softmax_scale: of the model; it cannot be told from the latent row.
-            sinks: as of `kvstore_kernels.mla_decode`.
-
-        Returns: out [n, num_heads, value_dim] in q's dtype and lse [n, num_heads] fp32, as `gqa_decode`.
-
-        Raises: as `gqa_decode`.
-        """
-        view, group = self._decode_layer(layer, batch)
-        return kernels.mla_decode(
-            view,
-            batch.block_table[group],
-            batch.row_lens[group],
-            q,
-            softmax_scale=softmax_scale,
-            sinks=sinks,
-            out=out,
-            backend=self._backend,
-        )
-
-    def page_view(self, layer: str) -> PageView:
-        """Where the layer's pages lie; `page_view(layer).tensor("k")` is a strided view for outside kernels.
-
-        Raises: ValueError for an unknown layer, or a store that keeps books only.
-        """
-        self._group(layer)
-        if self._arena is None:
-            raise ValueError("device: this store keeps books only; give it a device to have pages")
-        return self._arena.views[self.plan.owner(layer)]
+        for row in rows.tolist():
+            self._suspended.pop(row, None)
+        self._poison()
 
     def stats(self) -> StoreStats:
         """Blocks by state, now."""
-        allocator = self._books.allocator
-        fenced = int(allocator.num_fenced().sum())
-        return StoreStats(
-            num_blocks=allocator.num_blocks - 1,
-            free=allocator.num_free,
-            cached=allocator.num_cached,
-            in_use=allocator.num_held - fenced,
-            fenced=fenced,
-            peak_in_use=allocator.peak_held,
-            evicted=allocator.num_evicted,
-            open_sequences=int(self._books.sequences.is_open.sum()),
-        )
+        return collect(self._books, len(self._suspended))
 
     def check(self) -> None:
         """Proves the books: every block in one state, every reference accounted for, every table entry of its group.
@@ -328,47 +258,103 @@ class KVStore:
         """
         audit(self._books)
 
-    def _group(self, layer: str) -> int:
-        group = self._group_of.get(layer) if isinstance(layer, str) else None
-        if group is None:
-            known = ", ".join(list(self._group_of)[:4])
-            raise ValueError(f"layer: expected a layer of the plan ({known}, ...), got {layer!r}")
-        return group
+    # Inside
 
-    def _layer(self, layer: str, batch: Batch) -> tuple[PageView, int]:
-        view = self.page_view(layer)
-        step = _step_of(batch)
-        if self._books.unfinished.get(step.serial) is not step:
-            raise ValueError("batch: expected an unfinished batch of this store, got a finished or a foreign one")
-        return view, self._group_of[layer]
+    def _give_back(self, batch: Batch) -> None:
+        if batch.graph is None:
+            self._staging.give_back(batch.lease)
+            self._mirrors.give_back(batch.mirror)
+        else:
+            batch.graph.staging.give_back(batch.lease)
+            batch.graph.batch = None
+        self._poison()
 
-    def _decode_layer(self, layer: str, batch: Batch) -> tuple[PageView, int]:
-        view, group = self._layer(layer, batch)
-        if not batch.is_decode:
-            raise ValueError(
-                f"batch: expected one new token per sequence, got {batch.num_tokens} tokens "
-                f"of {batch.num_sequences} sequences"
-            )
-        return view, group
+    def _prepare(self, step: steps.Step) -> None:
+        """Clears new blocks and fills copies, before anything is written."""
+        if self._debug:
+            self._fill(self._layer_tables, step.new_blocks, POISON)
+        self._fill(self._zeroed, step.new_blocks, 0)
+        for table, (sources, copies) in zip(self._layer_tables, step.copies, strict=False):
+            if table is not None and len(copies):
+                kernels.copy_blocks(table, self._to_ids(sources), self._to_ids(copies), backend=self._backend)
+
+    def _poison(self) -> None:
+        """Of a store in debug mode: fills what was given up, and is free still, with NaN."""
+        allocator = self._books.allocator
+        if not allocator.freed:
+            return
+        cells = np.unique(np.concatenate(allocator.freed))
+        allocator.freed.clear()
+        self._given_up[cells] += 1
+        if self._arena is None:
+            return
+        cells = cells[(allocator.references[cells] == 0) & ~allocator.indexed[cells]]
+        group, place = allocator.group[cells // allocator.cells_per_frame], cells % allocator.cells_per_frame
+        blocks = [
+            # A frame that nobody has is filled for all groups: one of them had it.
+            allocator.to_ids(cells[((group == g) | (group == NO_GROUP)) & (place < per_frame)], g)
+            for g, per_frame in enumerate(allocator.blocks_per_frame)
+        ]
+        self._fill(self._layer_tables, blocks, POISON)
+
+    def _fill(self, layer_tables: Sequence[LayerTable | None], blocks: Sequence[Ids], value: int) -> None:
+        for table, ids in zip(layer_tables, blocks, strict=True):
+            if table is not None and len(ids):
+                kernels.fill_blocks(table, self._to_ids(ids), value, backend=self._backend)
+
+    def _to_ids(self, ids: Ids) -> torch.Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+
+    def _make_layer_tables(self, layers: Sequence[str]) -> list[LayerTable | None]:
+        """The given layers of each group; None for a group with none of them, or without an arena."""
+        arena = self._arena
+        chosen = [[layer for layer in group.layers if layer in layers] for group in self.plan.groups]
+        return [
+            None if arena is None or not names else kernels.layer_table([arena.views[layer] for layer in names])
+            for names in chosen
+        ]
 
     def _layers_to_zero(self, zero_new: bool | str) -> list[str]:
-        if self._arena is None or zero_new is False:
+        if zero_new is False:
             return []
-        chosen: list[str] = []
+        if zero_new is True:
+            return list(self.plan.layers)
+        chosen = [layer for layer in self.plan.layers if self.plan.spec(layer).kind == "state"]
         for slot in self.plan.layer_slots:
             dtypes = {part.dtype for layer in slot.layers for part in self.plan.spec(layer).format.parts}
-            if zero_new is True or len(dtypes) > 1:
+            if len(dtypes) > 1:
                 chosen.extend(slot.layers)
         return chosen
 
-    def _zero(self, step: Step) -> None:
-        if self._arena is None or not self._zeroed_layers:
+    def _tags(self, batch: Batch) -> list[npt.NDArray[np.int32]]:
+        """How often each block that a batch can reach was given up so far, per group; -1 for what it cannot reach."""
+        allocator, tables, rules, step = self._books.allocator, self._books.tables, self._books.rules, batch.step
+        tags = []
+        for g in range(rules.num_groups):
+            size, width, w = int(rules.block_size[g]), int(tables.width[g]), int(rules.window_of[g])
+            first = rules.visible(w, step.starts) // size if w >= 0 else np.zeros_like(step.starts)
+            block = first[:, None] + np.arange(width)
+            reached = np.zeros(block.shape, np.bool_)
+            np.put_along_axis(reached, block % width, block * size < step.ends[:, None], axis=1)
+            counts = self._given_up[allocator.to_cells(tables.table(g)[step.rows], g)]
+            tags.append(np.where(reached, counts, np.int32(-1)))
+        return tags
+
+    def _expect_fresh(self, batch: Batch) -> None:
+        if batch.tags is None:
             return
-        ids = [torch.from_numpy(blocks.astype(np.int64)).to(self.device) for blocks in step.new_blocks]
-        for layer in self._zeroed_layers:
-            blocks = ids[self._group_of[layer]]
-            if blocks.numel():
-                self._arena.zero_blocks(layer, blocks)
+        rules = self._books.rules
+        for g, tags in enumerate(batch.tags):
+            table = batch.block_table[g].cpu().numpy()[: len(batch.step.rows)]
+            cells = self._books.allocator.to_cells(table, g)
+            tags = tags[:, : table.shape[1]]
+            stale = (self._given_up[cells] != tags) & (tags >= 0) & (table != 0)
+            if stale.any():
+                seq, column = np.argwhere(stale)[0]
+                raise ValueError(
+                    f"batch: expected blocks that are still the batch's own, got block {table[seq, column]} of group "
+                    f"{rules.names[g]!r} of sequence {batch.seq_ids[seq]}, which was given up since"
+                )
 
 
 def _checked_device(device: torch.device | str) -> torch.device:
@@ -384,9 +370,3 @@ def _checked_device(device: torch.device | str) -> torch.device:
     if checked.type != "cpu":
         raise ValueError(f"device: expected 'cpu', a CUDA device or None, got {str(checked)!r}")
     return checked
-
-
-def _step_of(batch: Batch) -> Step:
-    if not isinstance(batch, Batch):
-        raise TypeError(f"batch: expected a Batch from extend(), got {type(batch).__name__}")
-    return batch.step

@@ -27,11 +27,15 @@ LEVELS = {
     },
     "kvstore": {
         "errors": 0, "memory": 0, "frames": 0,
-        "specs": 1, "layers": 1, "spec_json": 1, "demand": 1, "allocator": 1, "prefix": 1,
-        "models": 2, "groups": 2, "unify": 2, "grouping": 2, "wording": 2, "tables": 2,
+        "specs": 1, "layers": 1, "spec_json": 1, "demand": 1, "eviction": 1, "cell_audit": 1, "lazy": 1,
+        "allocator": 1, "prefix": 1,
+        "namespaces": 1, "retain": 1, "hits": 1, "digests": 1, "events": 1, "sequences": 1, "changes": 1,
+        "models": 2, "groups": 2, "unify": 2, "grouping": 2, "wording": 2,
         "placement": 3, "proof": 3, "score": 3, "choose": 3, "capacity": 3, "explain": 3,
         "plan": 4, "planner": 4, "workers": 4,
-        "arena": 5, "staging": 5, "books": 5, "batch": 5, "audit": 5,
+        "rules": 5, "tables": 5, "mirrors": 5, "ghosts": 5, "prefixes": 5, "books": 5,
+        "announcer": 5, "copies": 5, "steps": 5, "forks": 5, "swap": 5, "audit": 5, "stats": 5,
+        "arena": 5, "staging": 5, "hostcopy": 5, "batch": 5, "export": 5, "layer_ops": 5, "sequence_ops": 5,
         "store": 6,
         "demo": 7, "plan_tables": 7, "plot": 7,
         "cli": 8, "__main__": 9,
@@ -137,10 +141,11 @@ def test_files_stay_short() -> None:
 
 
 PUBLIC = {
-    kvstore: """Alias Batch CacheGroup CachePlan Capacity KVStore LayerSlot LayerSpec NoCache Opened OutOfBlocks
-        Placement PlanError Retention SequenceError StoreStats __version__ bucket_layers_by_page_size chunked_attention
-        count_replicas full_attention group_layers latent plan_cache plan_distributed plan_workers
-        pool_bytes_per_block promote_windows recurrent_state sliding_window specs_from_config specs_from_json""",
+    kvstore: """Alias Batch CacheGroup CachePlan Capacity GraphBuffers GroupStats HitReport Item KVStore KeepTokens
+        LayerSlot LayerSpec Namespace NoCache Opened OutOfBlocks Placement PlanError Retention SequenceError
+        StoreStats __version__ bucket_layers_by_page_size chunked_attention count_replicas full_attention group_layers
+        latent plan_cache plan_distributed plan_workers pool_bytes_per_block promote_windows recurrent_state
+        sliding_window specs_from_config specs_from_json""",
     kvstore_kernels: """BACKENDS FORMATS LayerTable PageView Quantised RowFormat RowPart bytes_format
         compute_slot_mapping copy_blocks dsv4_format fill_blocks fp8_ds_mla_format gather_rows
         gqa_decode index_checks indexer_format indexer_scores kv_format latent_format layer_table

@@ -115,7 +115,7 @@ def test_o08_a_model_without_cached_layers_has_its_null_block():
     assert (plan.groups, plan.arena_bytes, plan.num_frames, plan.uncached) == ((), 0, 1, ("layers.0.attn",))
     assert plan.max_length() is None
     assert plan.blocks_needed([0, 10]).shape == (2, 0)
-    allocator = BlockAllocator(plan.num_frames, 1)
+    allocator = BlockAllocator(plan.num_frames, [1])
     assert allocator.take([0])[0].size == 0
 
 

@@ -5,7 +5,8 @@ import torch
 from store_cases import LAYER, make_hybrid, make_store, prefill, rows_for
 
 from kvstore import KVStore
-from kvstore.batch import batch_bytes
+from kvstore.batch import BatchMaker, batch_bytes
+from kvstore.mirrors import Mirrors
 from kvstore.staging import Staging
 
 ARRAYS = [
@@ -45,8 +46,11 @@ def test_on_a_cpu_arrays_are_not_copied() -> None:
 def packed(store: KVStore) -> KVStore:
     """The store with the buffers of a GPU, on the CPU."""
     books = store._books
-    size = batch_bytes(books.tables, books.sequences.max_sequences, books.max_tokens_per_step)
-    store._staging = Staging(store.device, size, 2 * books.max_in_flight, packed=True)
+    limits = books.limits
+    size = batch_bytes(books.rules, limits.max_sequences, limits.max_tokens_per_step)
+    store._staging = Staging(store.device, size, 2 * limits.max_in_flight, packed=True)
+    store._mirrors = Mirrors(books.tables, store.device, packed=True)
+    store._maker = BatchMaker(books, store._staging)
     return store
 
 

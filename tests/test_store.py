@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_cases import LAYER, make_hybrid, make_store, prefill, rows_for
+from store_cases import LAYER, feed, make_hybrid, make_store, prefill, rows_for, tokens_in
 
 import kvstore
 from kvstore import KVStore, OutOfBlocks, SequenceError
@@ -101,10 +101,24 @@ def test_boundary_lengths_hold_just_the_blocks_they_need(length: int) -> None:
 
 
 def test_o14_a_wholly_cached_prompt_leaves_a_token_to_compute() -> None:
+    """28 tokens in blocks of its own, 3 in a block that is copied before token 31 is written to it."""
     store = make_store()
     store.release(prefill(store, range(32)))
-    assert store.open([range(32)]).cached_tokens.tolist() == [28]
+    assert store.open([range(32)]).cached_tokens.tolist() == [31]
     assert store.open([range(33)]).cached_tokens.tolist() == [32]
+    assert store.open([range(29)]).cached_tokens.tolist() == [28]
+
+
+def test_the_last_block_of_a_wholly_cached_prompt_is_copied_and_not_touched() -> None:
+    store = make_store()
+    first = store.open([range(8)]).seq_ids
+    feed(store, first, range(8))
+    second = store.open([range(8)]).seq_ids
+    assert store.explain_hit(second[0]).copied == 3
+    batch = feed(store, second, [90])
+    assert batch.block_table[0].tolist() == [[1, 3]]
+    assert tokens_in(store, LAYER, first) == [*range(8)]
+    assert tokens_in(store, LAYER, second) == [*range(7), 90]
 
 
 def test_o12_equal_prompts_of_one_batch_do_not_hit_each_other() -> None:
@@ -139,11 +153,15 @@ def test_a_running_sequence_is_hit_and_the_blocks_are_shared() -> None:
 
 
 def test_generated_tokens_are_hit_as_well() -> None:
+    """From the release on: while the sequence runs, only what is committed of its prompt is found, whole blocks."""
     store = make_store()
-    seq_ids = prefill(store, range(3))
-    for token in range(3, 9):
+    seq_ids = prefill(store, range(5))
+    for token in range(5, 13):
         store.commit(store.extend(seq_ids, 1), [token])
-    assert store.open([range(20)]).cached_tokens.tolist() == [8]
+    assert store.open([range(20)]).cached_tokens.tolist() == [4]
+    store.release(seq_ids)
+    assert store.open([range(20)]).cached_tokens.tolist() == [12]
+    store.check()
 
 
 def test_eviction_takes_the_tail_first() -> None:
@@ -179,64 +197,6 @@ def test_after_releasing_all_and_dropping_prefixes_the_store_is_as_new() -> None
     store.check()
     stats = store.stats()
     assert (stats.free, stats.cached, stats.in_use, stats.open_sequences) == (19, 0, 0, 0)
-
-
-# Windows
-
-
-def test_a_window_group_lets_go_of_what_the_next_token_cannot_reach() -> None:
-    store = make_hybrid(window=6)
-    seq_ids = store.open([range(16)]).seq_ids
-    store.commit(store.extend(seq_ids, 16), range(16))
-    store.check()
-    assert store.stats().in_use == 4 + 3  # positions 11 ... 15 are in reach of token 16: blocks 5, 6, 7 of two tokens
-    for token in range(16, 40):
-        batch = store.extend(seq_ids, 1)
-        for layer, dtype in (("layers.0.attn", torch.float16), ("layers.1.attn", torch.float32)):
-            store.write(layer, batch, rows_for([token], dtype), rows_for([token], dtype))
-        if token >= 21:
-            assert store.gather_starts("layers.1.attn", batch).tolist() == [token - 5]
-            assert store.gather("layers.1.attn", batch)[0][:, 0, 0].tolist() == list(range(token - 5, token + 1))
-        store.commit(batch, [token])
-        store.check()
-
-
-def test_window_attention_reads_the_window_only() -> None:
-    store = make_hybrid(window=3)
-    seq_ids = store.open([range(16)]).seq_ids
-    batch = store.extend(seq_ids, 16)
-    store.write("layers.1.attn", batch, torch.zeros(16, 2, 8), rows_for(range(16)))
-    store.commit(batch, range(16))
-    for token in range(16, 30):
-        batch = store.extend(seq_ids, 1)
-        store.write("layers.1.attn", batch, torch.zeros(1, 2, 8), rows_for([token]))
-        out, lse = store.gqa_decode("layers.1.attn", batch, torch.ones(1, 2, 8))
-        torch.testing.assert_close(out, torch.full_like(out, token - 1.0))
-        torch.testing.assert_close(lse, torch.full_like(lse, float(np.log(3))))
-        store.commit(batch, [token])
-
-
-def test_a_store_with_windows_finds_no_prefixes() -> None:
-    store = make_hybrid()
-    prefill(store, range(12))
-    assert store.open([range(12)]).cached_tokens.tolist() == [0]
-
-
-def test_blocks_are_cleared_where_dtypes_share_bytes() -> None:
-    """A recycled block of the fp16 group must not show its bytes to the fp32 group."""
-    store = make_hybrid(num_frames=5)
-    assert store.page_view("layers.0.attn").memory.data_ptr() == store.page_view("layers.1.attn").memory.data_ptr()
-    first = store.open([range(6)]).seq_ids
-    batch = store.extend(first, 4)
-    store.page_view("layers.0.attn").memory.fill_(0xFF)
-    store.commit(batch, range(4))
-    store.release(first)
-    batch = store.extend(store.open([range(4)]).seq_ids, 4)
-    for layer, group in (("layers.0.attn", 0), ("layers.1.attn", 1)):
-        blocks = batch.block_table[group][0].long()
-        blocks = blocks[blocks > 0]
-        assert blocks.numel()
-        assert not store.page_view(layer).tensor("k")[blocks].any()
 
 
 # Release, fences, withdrawal
@@ -295,6 +255,7 @@ def test_fewer_tokens_than_extended_withdraw_the_rest() -> None:
     again = store.extend(seq_ids, 1)
     assert again.positions.tolist() == [16, 4]
     store.commit(again, [60, 61])
+    store.release(seq_ids)
     assert store.open([[*range(16), 60, 1]]).cached_tokens.tolist() == [16]
 
 
@@ -315,7 +276,7 @@ def test_o43_a_reused_row_names_no_block_of_the_sequence_before() -> None:
     seq_ids = store.open([range(100, 103)]).seq_ids
     batch = store.extend(seq_ids, 3)
     assert batch.block_table[0].shape == (1, 1)
-    assert np.count_nonzero(store._books.tables[0].table) == 1
+    assert np.count_nonzero(store._books.tables.table(0)) == 1
 
 
 def test_o11_a_failed_extend_changes_nothing() -> None:

@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_cases import LAYER, make_hybrid, make_store, prefill, rows_for
+from store_cases import (
+    LAYER,
+    WINDOW_LAYER,
+    make_hybrid,
+    make_store,
+    mixed_layers,
+    prefill,
+    rows_for,
+    snapshot,
+    store_of,
+)
 
 import kvstore
 from kvstore import KVStore, SequenceError
@@ -32,7 +42,11 @@ BAD_CALLS: dict[str, tuple[Callable[[KVStore, np.ndarray], Any], type[Exception]
     "ragged tokens": (lambda s, i: s.open([[[1], [2, 3]]]), ValueError, "expected a flat array of integers"),
     "negative token": (lambda s, i: s.open([[1, -1]]), ValueError, r"token ids in \[0, 2147483647\], got -1"),
     "huge token": (lambda s, i: s.open([[2**31]]), ValueError, r"token ids in \[0, 2147483647\], got 2147483648"),
-    "huger token": (lambda s, i: s.open([[2**63]]), ValueError, r"expected integers below 2\*\*63"),
+    "huger token": (
+        lambda s, i: s.open([[2**63]]),
+        ValueError,
+        r"token ids in \[0, 2147483647\], got 9223372036854775808",
+    ),
     "too many": (lambda s, i: s.open([[1]] * 7), SequenceError, r"at most 6 more sequences \(max_sequences 8\), got 7"),
     "unknown": (bad_extend(seq_ids=[12345]), SequenceError, "expected handles from open.*, got 12345"),
     "negative handle": (bad_extend(seq_ids=[-1]), SequenceError, "expected handles from open.*, got -1"),
@@ -92,13 +106,11 @@ def test_bad_calls_are_refused_by_name_and_change_nothing(name: str) -> None:
     call, error, message = BAD_CALLS[name]
     store = make_store(max_tokens_per_step=20)
     seq_ids = prefill(store, range(6), range(30, 35))
-    before = store.stats(), store._books.sequences.length.copy(), store._books.tables[0].table.copy()
+    before = snapshot(store)
     with pytest.raises(error, match=message):
         call(store, seq_ids)
     store.check()
-    assert store.stats() == before[0]
-    assert np.array_equal(store._books.sequences.length, before[1])
-    assert np.array_equal(store._books.tables[0].table, before[2])
+    assert snapshot(store) == before
 
 
 BAD_COMMITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -120,10 +132,29 @@ def test_bad_commits_are_refused_and_change_nothing(name: str) -> None:
     arguments, message = BAD_COMMITS[name]
     store = make_store()
     batch = store.extend(store.open([range(6), range(30, 35)]).seq_ids, 2)
+    before = snapshot(store)
     with pytest.raises(ValueError, match=message):
         store.commit(batch, **arguments)
-    assert store._books.sequences.committed.sum() == 0
+    assert snapshot(store) == before
+    assert store._books.state.committed.sum() == 0
     store.commit(batch, range(4))
+    store.check()
+
+
+@pytest.mark.parametrize("kind", ["ring", "state", "tails"])
+def test_fewer_tokens_are_refused_where_a_step_overwrites(kind: str) -> None:
+    layers = mixed_layers()
+    names = {"ring": "layers.3.ring", "state": "layers.2.state", "tails": WINDOW_LAYER}
+    kept = {name: spec for name, spec in layers.items() if name in (LAYER, names[kind])}
+    store = store_of(kept, stored="tail" if kind == "tails" else "all")
+    batch = store.extend(store.open([range(6)]).seq_ids, 6)
+    group = store.plan.groups[store.plan.group_index(names[kind])].name
+    before = snapshot(store)
+    message = f"num_committed: expected all tokens, got fewer: groups {group!r} keep rings, states or tails"
+    with pytest.raises(ValueError, match=message):
+        store.commit(batch, range(5), num_committed=[5])
+    assert snapshot(store) == before
+    store.commit(batch, range(6), num_committed=[6])
     store.check()
 
 
@@ -132,6 +163,9 @@ def test_a_committed_or_foreign_batch_is_refused() -> None:
     batch = store.extend(store.open([range(4)]).seq_ids, 4)
     with pytest.raises(ValueError, match="expected an unfinished batch of this store, got a finished or a foreign one"):
         other.commit(batch, range(4))
+    for call in (other.finish, lambda of: other.gather(LAYER, of), lambda of: other.slots_of(LAYER, of, [[0]])):
+        with pytest.raises(ValueError, match="batch: expected an unfinished batch of this store"):
+            call(batch)
     store.commit(batch, range(4), finish=False)
     with pytest.raises(ValueError, match="expected a batch that is not committed, got a committed one"):
         store.commit(batch, range(4))
@@ -222,8 +256,8 @@ def test_what_the_caller_does_to_its_arrays_later_does_not_reach_the_books() -> 
             array[0] = 0
     store.commit(batch, [1, 2, 3, 4])
     store.check()
-    assert sorted(store._books.sequences.committed.tolist())[-2:] == [1, 3]
-    assert store._books._tokens[batch.step.rows[0], :3].tolist() == [1, 2, 3]
+    assert sorted(store._books.state.committed.tolist())[-2:] == [1, 3]
+    assert store._books.prefixes.tokens[batch.step.rows[0], :3].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -239,7 +273,7 @@ def test_rows_that_have_left_the_window_are_not_gathered() -> None:
     seq_ids = prefill(store, range(16))
     batch = store.extend(seq_ids, 1)
     with pytest.raises(ValueError, match=r"start: expected one row per sequence, from the first in reach \[11\]"):
-        store.gather("layers.1.attn", batch, start=[10])
+        store.gather(WINDOW_LAYER, batch, start=[10])
 
 
 def test_a_plan_with_several_blocks_per_frame_is_refused() -> None:
@@ -255,21 +289,65 @@ def test_a_layer_whose_rows_no_kernel_moves_is_refused() -> None:
         KVStore(plan, "cpu")
 
 
+def put(array: str, place: Any, value: Any) -> Callable[[Any], None]:
+    """Overwrites one entry of an array of the books, named by its path."""
+
+    def corrupt(books: Any) -> None:
+        *path, last = array.split(".")
+        for name in path:
+            books = getattr(books, name)
+        held = getattr(books, last)
+        assert held[place] != value
+        held[place] = value
+
+    return corrupt
+
+
+def put_entry(column: int, block: int) -> Callable[[Any], None]:
+    return lambda books: books.tables.table(0).__setitem__((0, column), block)
+
+
 CORRUPTIONS: dict[str, Callable[[Any], None]] = {
-    "free row twice": lambda books: books.sequences._free.__setitem__(0, books.sequences._free[1]),
-    "batches in flight": lambda books: books.sequences.in_flight.__setitem__(0, 2),
-    "unfinished batches": lambda books: books.num_unfinished.__setitem__(0, -3),
-    "committed": lambda books: books.sequences.committed.__setitem__(0, -1),
-    "open flag": lambda books: books.sequences.is_open.__setitem__(0, False),
-    "generation of a row": lambda books: books.sequences.generation.__setitem__(5, 0),
-    "table entry": lambda books: books.tables[0].table.__setitem__((0, 0), 3),
-    "table entry out of range": lambda books: books.tables[0].table.__setitem__((0, 0), 9999),
-    "entry behind the blocks": lambda books: books.tables[0].table.__setitem__((0, 9), 2),
-    "reference": lambda books: books.allocator.references.__setitem__(1, 2),
-    "owner": lambda books: books.allocator.group.__setitem__(1, -1),
-    "fence": lambda books: books.allocator.fences.__setitem__(1, 1),
+    "free row twice": put("handles.free", 0, 6),
+    "free row that is open": put("handles.free", 0, 1),
+    "open flag": put("handles.current", 0, -1),
+    "closed row with a handle": put("handles.current", 6, 1 << 32 | 6),
+    "generation of a row": put("handles.generation", 5, 0),
+    "suspended row with blocks": put("handles.suspended", 0, True),
+    "closed row suspended": put("handles.suspended", 7, True),
+    "edition of a row": put("state.edition", 0, 0),
+    "one edition twice": lambda books: put("state.edition", 0, books.state.edition[1])(books),
+    "batches in flight": put("state.num_extends", 0, 5),
+    "batches committed": put("state.num_commits", 0, 0),
+    "committed": put("state.committed", 0, -1),
+    "more committed than reserved": put("state.committed", 0, 8),
+    "length past the blocks": put("state.length", 0, 9),
+    "length short of the blocks": put("state.length", 0, 4),
+    "room past the blocks": put("state.room", (0, 0), 12),
+    "room short of the blocks": put("state.room", (0, 0), 4),
+    "table entry of another sequence": put_entry(0, 3),
+    "table entry out of range": put_entry(0, 9999),
+    "table entry below 0": put_entry(0, -1),
+    "table entry of a free block": put_entry(0, 60),
+    "table entry gone": put_entry(0, 0),
+    "entry behind the blocks": put_entry(9, 2),
+    "entry of a closed row": lambda books: books.tables.table(0).__setitem__((7, 0), 2),
+    "reference": put("allocator.references", 1, 2),
+    "reference gone": put("allocator.references", 1, 0),
+    "reference to the null block": put("allocator.references", 0, 1),
+    "owner": put("allocator.group", 1, -1),
+    "owner of a free block": put("allocator.group", 60, 0),
+    "fence": put("allocator.fences", 1, 1),
+    "fence below 0": put("allocator.fences", 60, -1),
+    "indexed flag of a free block": put("allocator.indexed", 60, True),
+    "priority of a block that is not indexed": put("allocator.priority", 60, 7),
     "forgotten batch": lambda books: books.unfinished.clear(),
+    "fence list without a batch": lambda books: books.fences.append((99, np.array([1], np.int32))),
     "free block": lambda books: books.allocator._free.__setitem__(0, 1),
+    "free block twice": lambda books: books.allocator._free.__setitem__(0, books.allocator._free[1]),
+    "null block free": lambda books: books.allocator._free.__setitem__(0, 0),
+    "count of free blocks": lambda books: setattr(books.allocator, "_num_free", books.allocator._num_free - 1),
+    "count of cached blocks": lambda books: setattr(books.allocator, "_num_cached", 1),
 }
 
 
@@ -280,6 +358,35 @@ def test_check_notices_a_corrupted_book(name: str) -> None:
     store.extend(seq_ids, 1)
     store.check()
     CORRUPTIONS[name](store._books)
+    with pytest.raises(AssertionError):
+        store.check()
+
+
+WINDOW_CORRUPTIONS: dict[str, Callable[[Any], None]] = {
+    "a block inside the window is gone": lambda books: books.state.first.__setitem__((0, 0), 5),
+    "a block behind the window is claimed": lambda books: books.tables.table(1).__setitem__((0, 1), 9),
+    "a block held twice": lambda books: books.tables.table(1).__setitem__((0, 4), books.tables.table(1)[0, 5]),
+    "a block of another group": lambda books: books.tables.table(1).__setitem__((0, 5), books.tables.table(0)[0, 0]),
+    "a hole in the full group": lambda books: books.tables.table(0).__setitem__((0, 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", WINDOW_CORRUPTIONS)
+def test_check_notices_a_corrupted_window(name: str) -> None:
+    store = make_hybrid(window=6)
+    prefill(store, range(12))  # of the window tokens 6 ... 11 are held: blocks 3 to 5
+    assert store._books.state.first[0, 0] == 3
+    WINDOW_CORRUPTIONS[name](store._books)
+    with pytest.raises(AssertionError):
+        store.check()
+
+
+def test_check_notices_an_indexed_flag_that_came_and_went() -> None:
+    """A cached block whose flag is gone is in no state; one in use may be known to the index or not."""
+    store = make_store()
+    store.release(prefill(store, range(8)))
+    store.check()
+    store._books.allocator.indexed[1] = False
     with pytest.raises(AssertionError):
         store.check()
 
