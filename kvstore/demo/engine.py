@@ -1,84 +1,49 @@
 """Engine: continuous batching with chunked prefill over a `KVStore`.
 
 Every step runs all decoding sequences and as much of the waiting prompts as the token budget has room for. Running
-sequences sit in seats; their state is one array per quantity over the seats, so a step works on whole batches.
+sequences sit in seats (`Seats`), so a step works on whole batches. The prompt of a request with several samples is
+computed once; then its sequence is forked, and the samples share the prompt's blocks until they write.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvstore import Batch, KVStore, OutOfBlocks
+from kvstore import Batch, KVStore, Namespace, OutOfBlocks
 from kvstore.demo.model import Llama
+from kvstore.demo.requests import Completion, Request
 from kvstore.demo.sampling import draws, sample
+from kvstore.demo.seats import Ints, Seats
 
-Ints = npt.NDArray[np.int64]
-MAX_TOKEN_ID = 2**31 - 1
+__all__ = ["Completion", "Engine", "Request"]
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt to continue by at most `max_tokens` tokens.
-
-    Temperature 0 is greedy, infinity draws all tokens alike.
-
-    Raises: ValueError that names the argument.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        prompt: Any = self.prompt
-        if not isinstance(prompt, Sequence) and not np.ndim(prompt):
-            raise ValueError(f"prompt: expected a sequence of token ids, got {prompt!r}")
-        if not len(prompt):
-            raise ValueError("prompt: expected at least one token id, got none")
-        for token in prompt:
-            if not _is_int(token) or not 0 <= token <= MAX_TOKEN_ID:
-                raise ValueError(f"prompt: expected integers in [0, {MAX_TOKEN_ID}], got {token!r}")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens: expected an integer >= 1, got {self.max_tokens!r}")
-        is_number = _is_int(self.temperature) or isinstance(self.temperature, float | np.floating)
-        if not is_number or not self.temperature >= 0:
-            raise ValueError(f"temperature: expected a number >= 0, got {self.temperature!r}")
-        if not _is_int(self.seed) or self.seed < 0:
-            raise ValueError(f"seed: expected an integer >= 0, got {self.seed!r}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-@dataclass(slots=True)
-class Completion:
-    """What became of a request: its new tokens, the prompt tokens that were cached, and how often it was preempted."""
-
-    token_ids: list[int]
-    cached_tokens: int = 0
-    preemptions: int = 0
+PREEMPTIONS = ("recompute", "suspend")
 
 
 class Engine:
     """Serves requests with one model and one store.
 
+    Preemption takes the youngest sequence when nothing could run for lack of blocks. "recompute" closes it and opens
+    it again later. Its blocks stay findable until they are evicted, so that only what others really needed is computed
+    again, and what it shares with samples or prompts stays shared. "suspend" keeps the very bytes in host memory:
+    nothing is computed twice, but all its rows are copied out and in again, the shared ones too, and it comes back
+    with blocks of its own, which makes the pressure worse. Hence recompute is the default; suspend is for rows that
+    cost more to compute than to copy (long sequences in a store that evicts at once, or one without prefix caching).
+
     Args:
         model: the forward pass.
         store: open for this engine alone.
-        max_running: sequences running at once; at most the store's max_sequences.
+        max_running: sequences open at once, those of samples and suspended ones included; at most the store's
+            max_sequences.
         chunk: tokens of one step, decoding sequences and prompt chunks together; at least max_running, at most the
             store's max_tokens_per_step.
         eos_token_ids: a sequence ends with the first of these.
+        preemption: "recompute" or "suspend", what becomes of sequences that give way to others.
 
-    Raises: ValueError when chunk is below max_running. The store does not tell its limits: where max_running or chunk
-    is above them, `generate` passes on the store's error.
+    Raises: ValueError when chunk is below max_running, or for another preemption. The store does not tell its limits:
+    where max_running or chunk is above them, `generate` passes on the store's error.
     """
 
     def __init__(
@@ -89,72 +54,86 @@ class Engine:
         max_running: int,
         chunk: int,
         eos_token_ids: Iterable[int] = (),
+        preemption: str = "recompute",
     ) -> None:
         if not 1 <= max_running <= chunk:
             raise ValueError(f"chunk: expected at least max_running, got chunk {chunk}, max_running {max_running}")
+        if preemption not in PREEMPTIONS:
+            raise ValueError(f"preemption: expected 'recompute' or 'suspend', got {preemption!r}")
         self.model, self.store, self.chunk = model, store, chunk
         self.max_length = model.max_length
+        self._suspends = preemption == "suspend"
         self._eos = np.array(sorted(eos_token_ids), np.int64)
+        self._adapter_idx = {None: 0} | {name: number for number, name in enumerate(model.adapters, 1)}
         self._requests: Sequence[Request] = ()
         self._completions: list[Completion] = []
-        self._queue: deque[int] = deque()
+        self._queue: deque[tuple[int, int]] = deque()  # request and sample; a request's first until it is forked
         self._may_admit = False
         self._next_age = 0
-        self._free_seats = list(range(max_running))
+        self._seats = Seats(max_running, self.max_length)
         self._batches: list[Batch] = []  # extended in this step and not committed
-        # Per seat: `known` counts the tokens of the prompt and those sampled, `computed` those that the store has.
-        self._tokens = np.zeros((max_running, self.max_length), np.int64)
-        self._uniforms = np.zeros((max_running, self.max_length))
-        self._temperature = np.zeros(max_running)
-        self._active = np.zeros(max_running, bool)
-        self._request, self._seq_id, self._known, self._computed, self._prompt_length, self._end, self._age = (
-            np.zeros(max_running, np.int64) for _ in range(7)
-        )
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Serves the requests to their ends and returns their completions in the same order.
 
         After an exception, also one from the model, no sequence is open and no block is held.
 
-        Raises: ValueError when a request is longer than max_length or has a token outside the model's vocabulary;
-            OutOfBlocks when one alone does not fit the store.
+        Raises: ValueError when a request is longer than max_length, has a token outside the model's vocabulary or an
+            adapter the model has not, or asks for more than max_running samples; OutOfBlocks when one sequence alone
+            does not fit the store.
         """
         for index, request in enumerate(requests):
-            length = len(request.prompt) + request.max_tokens
-            if length > self.max_length:
-                raise ValueError(f"requests[{index}]: expected at most {self.max_length} tokens in all, got {length}")
-            if max(request.prompt) >= self.model.vocab_size:
-                raise ValueError(
-                    f"requests[{index}]: expected token ids below the model's vocab_size {self.model.vocab_size}, "
-                    f"got {max(request.prompt)}"
-                )
+            self._check(index, request)
         self._requests = requests
-        self._completions = [Completion([]) for _ in requests]
-        self._queue.extend(range(len(requests)))
+        self._completions = [Completion([[] for _ in range(request.n)]) for request in requests]
+        self._queue.extend((index, 0) for index in range(len(requests)))
         self._may_admit = True
+        seats = self._seats
         try:
-            while self._queue or self._active.any():
+            while self._queue or seats.active.any() or seats.suspended.any():
                 self._step()
         finally:
             self._queue.clear()
             # A batch left open by a failed step would keep the blocks of its sequences fenced for ever.
             while self._batches:
                 self.store.commit(self._batches.pop(), [], num_committed=0)
-            self._vacate(np.flatnonzero(self._active))
+            self._vacate(np.flatnonzero(seats.active | seats.suspended))
         return self._completions
 
+    def _check(self, index: int, request: Request) -> None:
+        length = len(request.prompt) + request.max_tokens
+        if length > self.max_length:
+            raise ValueError(f"requests[{index}]: expected at most {self.max_length} tokens in all, got {length}")
+        if max(request.prompt) >= self.model.vocab_size:
+            raise ValueError(
+                f"requests[{index}]: expected token ids below the model's vocab_size {self.model.vocab_size}, "
+                f"got {max(request.prompt)}"
+            )
+        if request.n > self._seats.count:
+            raise ValueError(
+                f"requests[{index}]: expected at most {self._seats.count} samples (max_running), got {request.n}"
+            )
+        if request.adapter not in self._adapter_idx:
+            known = ", ".join(self.model.adapters) or "none"
+            raise ValueError(f"requests[{index}]: expected an adapter of the model ({known}), got {request.adapter!r}")
+
     def _step(self) -> None:
+        self._resume()
         self._admit()
-        seats = self._reserve()
-        batches = list(self._batches)
-        token_ids = [self._new_tokens(batch, rows) for batch, rows in zip(batches, seats, strict=True)]
-        rows = np.concatenate(seats)
+        rows_of = self._reserve()
+        batches, seats = list(self._batches), self._seats
+        token_ids = [seats.new_tokens(rows, batch.num_new_tokens) for batch, rows in zip(batches, rows_of, strict=True)]
+        rows = np.concatenate(rows_of)
         counts = np.concatenate([batch.num_new_tokens for batch in batches])
-        self._computed[rows] += counts
-        ready = self._computed[rows] == self._known[rows]
+        seats.computed[rows] += counts
+        ready = seats.pending[rows] == 0
         last_tokens = (np.cumsum(counts) - 1)[ready]
         logits = self.model.forward(
-            self.store, batches, self._to_device(np.concatenate(token_ids)), self._to_device(last_tokens)
+            self.store,
+            batches,
+            self._to_device(np.concatenate(token_ids)),
+            self._to_device(last_tokens),
+            self._to_device(np.repeat(seats.adapter[rows], counts)) if self.model.adapters else None,
         )
         for batch, ids in zip(batches, token_ids, strict=True):
             self.store.commit(batch, ids)
@@ -162,34 +141,54 @@ class Engine:
         if last_tokens.size:
             self._append(rows[ready], logits)
 
+    def _resume(self) -> None:
+        """Brings suspended sequences back, the oldest first, as long as there are blocks."""
+        seats = self._seats
+        if not self._may_admit:
+            return
+        for seat in seats.oldest_first(seats.suspended).tolist():
+            try:
+                self.store.resume(seats.seq_id[[seat]])
+            except OutOfBlocks:
+                if not seats.active.any():
+                    raise
+                self._may_admit = False
+                return
+            seats.active[seat], seats.suspended[seat] = True, False
+
     def _admit(self) -> None:
         """Seats waiting requests while the step has room for prompt tokens.
 
         A request is opened no earlier, so that it finds what requests before it have committed.
         """
-        running = np.flatnonzero(self._active)
-        room = self.chunk - int((self._known - self._computed)[running].sum())
-        while self._queue and self._free_seats and self._may_admit and room > 0:
-            room -= self._seat(self._queue.popleft())
+        room = self.chunk - int(self._seats.pending[self._seats.active].sum())
+        while self._queue and self._may_admit and room > 0:
+            index, number = self._queue[0]
+            width = 1 if self._completions[index].samples[number] else self._requests[index].n
+            if width > self._seats.num_free:
+                return
+            self._queue.popleft()
+            room -= self._seat(index, number, width)
 
-    def _seat(self, index: int) -> int:
+    def _seat(self, index: int, number: int, width: int) -> int:
         """Opens a sequence for a request, or again for a preempted one. Returns the number of tokens to compute."""
-        request, completion = self._requests[index], self._completions[index]
-        tokens = [*request.prompt, *completion.token_ids]
-        uniforms = draws(request.seed, request.max_tokens)
-        opened = self.store.open([tokens])
+        request, completion, seats = self._requests[index], self._completions[index], self._seats
+        tokens = [*request.prompt, *completion.samples[number]]
+        uniforms = draws(request.seed, request.max_tokens, number)
+        opened = self.store.open([tokens], Namespace(adapter=request.adapter))
         # From here on nothing fails: an open sequence has a seat, and `generate` closes what is seated.
-        seat = self._free_seats.pop()
+        seat = seats.take()
         if not completion.preemptions:
             completion.cached_tokens = int(opened.cached_tokens[0])
-        self._tokens[seat, : len(tokens)] = tokens
-        self._uniforms[seat, : request.max_tokens] = uniforms
-        self._temperature[seat] = request.temperature
-        self._request[seat], self._seq_id[seat] = index, opened.seq_ids[0]
-        self._known[seat], self._computed[seat] = len(tokens), opened.cached_tokens[0]
-        self._prompt_length[seat], self._end[seat] = len(request.prompt), len(request.prompt) + request.max_tokens
-        self._age[seat], self._active[seat] = self._next_age, True
-        self._next_age += 1
+        seats.tokens[seat, : len(tokens)] = tokens
+        seats.uniforms[seat, : request.max_tokens] = uniforms
+        seats.temperature[seat], seats.adapter[seat] = request.temperature, self._adapter_idx[request.adapter]
+        seats.request[seat], seats.sample[seat], seats.width[seat] = index, number, width
+        seats.seq_id[seat] = opened.seq_ids[0]
+        seats.known[seat], seats.computed[seat] = len(tokens), opened.cached_tokens[0]
+        seats.prompt_length[seat], seats.end[seat] = len(request.prompt), len(request.prompt) + request.max_tokens
+        seats.age[seat] = self._next_age
+        self._next_age += width
         return len(tokens) - int(opened.cached_tokens[0])
 
     def _reserve(self) -> list[Ints]:
@@ -199,9 +198,8 @@ class Engine:
         gives way until something can. Leaves the batches in `_batches`. Returns the seats of each.
         """
         while True:
-            seats = np.flatnonzero(self._active)
-            seats = seats[np.argsort(self._age[seats])]
-            pending = (self._known - self._computed)[seats]
+            seats = self._seats.oldest_first(self._seats.active)
+            pending = self._seats.pending[seats]
             decode, prefill = seats[pending == 1], seats[pending > 1]
             room = self.chunk - len(decode)
             before = np.cumsum(pending[pending > 1]) - pending[pending > 1]
@@ -211,7 +209,7 @@ class Engine:
             try:
                 for rows, new_tokens in ((decode, np.ones_like(decode)), (prefill, counts)):
                     if len(rows):
-                        self._batches.append(self.store.extend(self._seq_id[rows], new_tokens))
+                        self._batches.append(self.store.extend(self._seats.seq_id[rows], new_tokens))
                         parts.append(rows)
             except OutOfBlocks:
                 if not parts:
@@ -222,39 +220,57 @@ class Engine:
             return parts
 
     def _preempt(self, seat: int) -> None:
-        """Sends a sequence back to the head of the queue; nobody is seated until another one has finished."""
-        index = int(self._request[seat])
-        generated = self._tokens[seat, self._prompt_length[seat] : self._known[seat]]
-        self._completions[index].token_ids = generated.tolist()
-        self._completions[index].preemptions += 1
-        self._vacate(np.array([seat]))
-        self._queue.appendleft(index)
+        """Makes a sequence give way; it comes before all that wait, once another sequence has finished."""
+        seats = self._seats
+        index, number = int(seats.request[seat]), int(seats.sample[seat])
         self._may_admit = False
+        if self._suspends:
+            self.store.suspend(seats.seq_id[[seat]])
+            seats.active[seat], seats.suspended[seat] = False, True
+        else:
+            self._completions[index].samples[number] = seats.generated(seat)
+            self._vacate(np.array([seat]))
+            self._queue.appendleft((index, number))
+        self._completions[index].preemptions += 1
 
-    def _new_tokens(self, batch: Batch, rows: Ints) -> Ints:
-        counts = batch.num_new_tokens
-        starts = np.repeat(self._computed[rows] - np.cumsum(counts) + counts, counts)
-        return self._tokens[np.repeat(rows, counts), starts + np.arange(len(starts))]
-
-    def _append(self, seats: Ints, logits: torch.Tensor) -> None:
+    def _append(self, rows: Ints, logits: torch.Tensor) -> None:
         """Adds one sampled token to each of the seats, and ends the sequences that are complete."""
-        known = self._known[seats]
-        uniforms = self._uniforms[seats, known - self._prompt_length[seats]]
-        tokens = sample(logits, self._temperature[seats], uniforms)
-        self._tokens[seats, known] = tokens
-        self._known[seats] = known + 1
-        done = seats[(known + 1 == self._end[seats]) | np.isin(tokens, self._eos)]
+        seats = self._seats
+        wide = seats.width[rows]
+        if (wide > 1).any():
+            logits = logits[self._to_device(np.repeat(np.arange(len(rows)), wide))]
+            rows = np.concatenate([self._fork(seat) for seat in rows.tolist()])
+        known = seats.known[rows]
+        uniforms = seats.uniforms[rows, known - seats.prompt_length[rows]]
+        tokens = sample(logits, seats.temperature[rows], uniforms)
+        seats.tokens[rows, known] = tokens
+        seats.known[rows] = known + 1
+        done = rows[(known + 1 == seats.end[rows]) | np.isin(tokens, self._eos)]
         for seat in done.tolist():
-            generated = self._tokens[seat, self._prompt_length[seat] : self._known[seat]]
-            self._completions[self._request[seat]].token_ids = generated.tolist()
+            self._completions[seats.request[seat]].samples[seats.sample[seat]] = seats.generated(seat)
         if done.size:
             self._vacate(done)
             self._may_admit = True
 
+    def _fork(self, seat: int) -> Ints:
+        """The seats of all samples of a sequence whose prompt is computed: its own, and new ones for the others."""
+        seats = self._seats
+        request, numbers = self._requests[seats.request[seat]], range(1, seats.width[seat])
+        uniforms = [draws(request.seed, request.max_tokens, number) for number in numbers]
+        seq_ids = self.store.fork(int(seats.seq_id[seat]), len(numbers)) if numbers else ()
+        seats.width[seat] = 1
+        samples = [seat]
+        for number, uniform, seq_id in zip(numbers, uniforms, seq_ids, strict=True):
+            copy = seats.copy(seat)
+            seats.sample[copy], seats.seq_id[copy] = number, seq_id
+            seats.uniforms[copy, : request.max_tokens] = uniform
+            seats.age[copy] += number
+            samples.append(copy)
+        return np.array(samples)
+
     def _vacate(self, seats: Ints) -> None:
-        self.store.release(self._seq_id[seats])
-        self._active[seats] = False
-        self._free_seats.extend(seats.tolist())
+        self.store.release(self._seats.seq_id[seats])
+        self._seats.vacate(seats)
 
     def _to_device(self, values: Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self.model.device)

@@ -1,6 +1,6 @@
 """Llama: the forward pass of a Llama-family model over a `KVStore`, in plain torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,6 +8,13 @@ import torch
 from torch.nn import functional
 
 from kvstore import Batch, KVStore
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to the query, key and value weights of one layer: a product of two thin matrices (LoRA)."""
+
+    down: torch.Tensor  # [hidden_size, rank]
+    up: torch.Tensor  # [rank, (num_heads + 2 * num_kv_heads) * head_dim]
 
 
 class _Layer(NamedTuple):
@@ -20,6 +27,7 @@ class _Layer(NamedTuple):
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    low_ranks: tuple[LowRank, ...]  # of each adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +40,16 @@ class _Prefill:
 
 
 class _Step(NamedTuple):
-    """What all layers of a step share. A part is a batch, its tokens in the step, and its prefills (None: decode)."""
+    """What all layers of a step share. A part is a batch, its tokens in the step, and its prefills (None: decode).
+
+    `adapted` names of each adapter in use its number and its tokens.
+    """
 
     store: KVStore
     parts: list[tuple[Batch, slice, list[_Prefill] | None]]
     cos: torch.Tensor
     sin: torch.Tensor
+    adapted: list[tuple[int, torch.Tensor]]
 
 
 class Llama:
@@ -46,11 +58,14 @@ class Llama:
     Args:
         reference: a `LlamaForCausalLM`.
         max_length: tokens of the longest sequence.
+        adapters: by name, what each adds to the layers in turn.
 
-    Raises: ValueError for a model of another family, or one with biases.
+    Raises: ValueError for a model of another family, or one with biases, and for an adapter of other shapes.
     """
 
-    def __init__(self, reference: Any, max_length: int) -> None:
+    def __init__(
+        self, reference: Any, max_length: int, adapters: Mapping[str, Sequence[LowRank]] | None = None
+    ) -> None:
         config = reference.config
         if config.model_type != "llama" or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
             raise ValueError(f"reference: expected a Llama model with SiLU and no biases, got {config.model_type}")
@@ -66,7 +81,14 @@ class Llama:
         self.vocab_size = len(self.embedding)
         self.norm = state["model.norm.weight"]
         self.head = state["lm_head.weight"].t().contiguous()
-        self.layers = [_fused_layer(state, index) for index in range(config.num_hidden_layers)]
+        self.adapters = tuple(adapters or ())
+        columns = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        for name, low_ranks in (adapters or {}).items():
+            _check_adapter(name, low_ranks, config.num_hidden_layers, config.hidden_size, columns)
+        self.layers = [
+            _fused_layer(state, index, tuple(low_ranks[index] for low_ranks in (adapters or {}).values()))
+            for index in range(config.num_hidden_layers)
+        ]
         self.device = self.embedding.device
         # The model's own table, so that every kind of rotary scaling comes out as transformers has it.
         cos, sin = reference.model.rotary_emb(self.embedding, torch.arange(max_length, device=self.device)[None])
@@ -76,7 +98,12 @@ class Llama:
 
     @torch.inference_mode()
     def forward(
-        self, store: KVStore, batches: Sequence[Batch], token_ids: torch.Tensor, wanted: torch.Tensor
+        self,
+        store: KVStore,
+        batches: Sequence[Batch],
+        token_ids: torch.Tensor,
+        wanted: torch.Tensor,
+        adapter_idx: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs one step: the batches' tokens go through every layer together, attention is each batch's own.
 
@@ -85,6 +112,7 @@ class Llama:
             batches: decode batches (one new token per sequence) and prefill batches, in the order of `token_ids`.
             token_ids: int64 [num_tokens], the new tokens of all batches.
             wanted: int64 [m], indices of the tokens whose logits are returned.
+            adapter_idx: int64 [num_tokens], 0 for none, from 1 on in the order of `adapters`. None: none anywhere.
 
         Returns: logits [m, vocab_size].
         """
@@ -94,7 +122,11 @@ class Llama:
             last = first + batch.num_tokens
             parts.append((batch, slice(first, last), None if batch.is_decode else _prefills(batch)))
             first = last
-        step = _Step(store, parts, self.cos[positions], self.sin[positions])
+        adapted = []
+        if adapter_idx is not None:
+            used = [int(number) for number in adapter_idx.unique() if number]
+            adapted = [(number - 1, torch.nonzero(adapter_idx == number).squeeze(1)) for number in used]
+        step = _Step(store, parts, self.cos[positions], self.sin[positions], adapted)
         hidden = functional.embedding(token_ids, self.embedding)
         for layer in self.layers:
             hidden = self._mlp(layer, self._attention(layer, step, hidden))
@@ -104,7 +136,12 @@ class Llama:
         return functional.rms_norm(hidden, weight.shape, weight, self.eps)
 
     def _attention(self, layer: _Layer, step: _Step, hidden: torch.Tensor) -> torch.Tensor:
-        qkv = torch.mm(self._rms_norm(hidden, layer.input_norm), layer.qkv).unflatten(1, (-1, self.head_dim))
+        normed = self._rms_norm(hidden, layer.input_norm)
+        qkv = torch.mm(normed, layer.qkv)
+        for number, adapted in step.adapted:
+            down, up = layer.low_ranks[number]
+            qkv.index_add_(0, adapted, normed[adapted] @ down @ up)
+        qkv = qkv.unflatten(1, (-1, self.head_dim))
         rotated, value = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         # Rolling by half a head swaps the halves; the sign of the rotation is in the table of sines.
         rotated = torch.addcmul(rotated * step.cos, rotated.roll(self.head_dim // 2, -1), step.sin)
@@ -125,7 +162,21 @@ class Llama:
         return torch.addmm(hidden, functional.silu(gate).mul_(up), layer.down)
 
 
-def _fused_layer(state: dict[str, torch.Tensor], index: int) -> _Layer:
+def _check_adapter(name: str, low_ranks: Sequence[LowRank], num_layers: int, hidden_size: int, columns: int) -> None:
+    """Raises ValueError where an adapter does not fit the model."""
+    if len(low_ranks) != num_layers:
+        raise ValueError(
+            f"adapters[{name!r}]: expected one entry for each of {num_layers} layers, got {len(low_ranks)}"
+        )
+    for down, up in low_ranks:
+        if (len(down), up.shape[-1]) != (hidden_size, columns) or down.shape[-1] != len(up):
+            raise ValueError(
+                f"adapters[{name!r}]: expected [{hidden_size}, rank] and [rank, {columns}], "
+                f"got {list(down.shape)} and {list(up.shape)}"
+            )
+
+
+def _fused_layer(state: dict[str, torch.Tensor], index: int, low_ranks: tuple[LowRank, ...]) -> _Layer:
     def matrix(*names: str) -> torch.Tensor:
         return torch.cat([state[f"model.layers.{index}.{name}_proj.weight"] for name in names]).t().contiguous()
 
@@ -137,6 +188,7 @@ def _fused_layer(state: dict[str, torch.Tensor], index: int) -> _Layer:
         mlp_norm=state[f"model.layers.{index}.post_attention_layernorm.weight"],
         gate_up=matrix("mlp.gate", "mlp.up"),
         down=matrix("mlp.down"),
+        low_ranks=low_ranks,
     )
 
 

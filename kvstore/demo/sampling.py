@@ -5,9 +5,14 @@ import numpy.typing as npt
 import torch
 
 
-def draws(seed: int, count: int) -> npt.NDArray[np.float64]:
-    """The uniform numbers in [0, 1) that a request uses, one per token: they depend on nothing but its seed."""
-    return np.random.default_rng(seed).random(count)
+def draws(seed: int, count: int, number: int = 0) -> npt.NDArray[np.float64]:
+    """The uniform numbers in [0, 1) that sample `number` of a request uses, one per token.
+
+    The one for a position depends on nothing but the request's seed, the sample and the position, so that tokens do
+    not depend on when a sequence runs, beside whom, or how often it was preempted.
+    """
+    # A spawn key, since of [seed, number] alone 2**32 + 5 would be the same as [5, 1].
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,) if number else ())).random(count)
 
 
 def sample(
