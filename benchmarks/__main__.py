@@ -14,6 +14,8 @@ BENCHMARKS = {
         "benchmarks.planner",
         "bytes that plans allocate, beside a reference and an exhaustive search; planning time",
     ),
+    "soak": ("benchmarks.soak", "a store under random calls for a long time, beside the model of the tests"),
+    "store": ("benchmarks.store", "the store's books: steps, prompts, forks, memory; on a CPU, no bytes"),
 }
 """Name -> (module with a `main(arguments) -> exit code`, what it does)."""
 OURS = ("benchmarks", "kvstore", "kvstore_kernels")
