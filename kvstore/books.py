@@ -18,7 +18,7 @@ from kvstore.errors import SequenceError
 from kvstore.events import EventLog
 from kvstore.namespaces import Namespace
 from kvstore.plan import CachePlan
-from kvstore.prefixes import PLAIN, TIDY_NODES, Found, HitReport, Owner, Prefixes
+from kvstore.prefixes import PLAIN, Found, HitReport, Owner, Prefixes
 from kvstore.retain import KeepTokens
 from kvstore.rules import NEVER, GroupRules, Limits
 from kvstore.sequences import FIELDS, Counts, Flags, Handles, Rows, SequenceState, expect_tokens, token_array
@@ -147,7 +147,6 @@ class Books:
                 found = self.prefixes.find(prompt, names)
             self.prefixes.attach(state, row, prompt, found, Owner(names, keeps=keep))
             self.is_sharing |= found.report.copied > 0
-        self.prefixes.index.tidy(TIDY_NODES * len(prompts))
         return rows, state.committed[rows]
 
     def report(self, row: int) -> HitReport | None:

@@ -248,7 +248,7 @@ class PrefixIndex:
     ) -> Path:
         """The path, and the part of one more unit: in the rest of `edge`, or in the best child of `node`."""
         want = left[: self.unit]
-        best, best_edge = 0, None
+        best, best_edge = (False, 0), None  # what can still be had goes before what is longer
         if len(want) and not key:
             candidates = [edge] if edge is not None else list(node.children.values())[:PARTIAL_CHILDREN]
             for candidate in candidates:
@@ -258,9 +258,9 @@ class PrefixIndex:
                 length = min(len(want), candidate.num_units * self.unit - start)
                 equal = candidate.tokens[start : start + length] == want[:length]
                 count = length if equal.all() else int(equal.argmin())
-                if count > best and self._has_unit(candidate, unit):
-                    best, best_edge = count, candidate
-        return Path(tuple(nodes), tuple(units), best_edge, unit, best)
+                if count and (True, count) > best and (self._has_unit(candidate, unit), count) > best:
+                    best, best_edge = (self._has_unit(candidate, unit), count), candidate
+        return Path(tuple(nodes), tuple(units), best_edge, unit, best[1])
 
     def _has_unit(self, node: Node, unit: int) -> bool:
         """Whether every group can still give the first block of a unit of the edge."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from kvstore.tables import BlockTables
 Tokens = npt.NDArray[np.int32]
 
 TIDY_NODES = 8
-"""Edges that each opened sequence looks at to drop what eviction has left unreachable: more than it can add."""
+"""Edges that each update looks at to drop what eviction has left unreachable: more than it can add."""
 
 TOKENS_PER_LINE = 16
 
@@ -223,12 +224,8 @@ class Prefixes:
         if end <= indexed:
             return
         owner = self.owners[row]
-        if owner.root is None:
-            known = self.roots.get(owner.namespace.key)
-            root = self.index.new_root() if known is None else known[1]
-            if known is None:
-                names = owner.namespace
-                self.roots[names.key] = (Namespace(names.adapter, names.salt, names.weights), root)
+        root = self._root_of(owner.namespace)
+        if owner.root is not root:
             owner.root = owner.cursor = root
         cursor, start = owner.cursor, indexed
         is_whole = cursor is owner.root or (cursor is not None and cursor.place != DETACHED)
@@ -242,6 +239,7 @@ class Prefixes:
         )
         owner.cursor = node
         state.indexed[seq] = end
+        self.index.tidy(TIDY_NODES)
         for g, ids in enumerate(taken):
             if ids.size:
                 self.allocator.index(self.allocator.to_cells(ids, g))
@@ -253,6 +251,19 @@ class Prefixes:
             self.announcer.stored(*told, taken, owner.digests)
         if owner.keeps:
             self._keep(owner.keeps, entries, taken, start)
+
+    def _root_of(self, names: Namespace) -> Node:
+        """The root of a namespace, made when it is not there; a few that have become empty make room for it."""
+        known = self.roots.get(names.key)
+        if known is not None:
+            return known[1]
+        for key in list(islice(self.roots, TIDY_NODES)):
+            entry = self.roots.pop(key)
+            if entry[1].children:
+                self.roots[key] = entry  # behind the others: next time these are looked at
+        root = self.index.new_root()
+        self.roots[names.key] = (Namespace(names.adapter, names.salt, names.weights), root)
+        return root
 
     def settle_tokens(self, row: int) -> None:
         """Copies the tokens of a row's hit, which only the index has held so far, to `tokens`."""

@@ -340,3 +340,17 @@ def test_another_thread_may_ask_for_stats_at_any_time() -> None:
     assert wrong == []
     assert asked[0] > 20
     store.check()
+
+
+def test_namespaces_that_nobody_asks_for_again_are_forgotten_with_their_blocks() -> None:
+    store = make_store(num_frames=9)
+    for salt in range(300):
+        opened = store.open([range(8)], namespace=Namespace(salt=salt))
+        store.commit(store.extend(opened.seq_ids, 8), range(8))
+        store.release(opened.seq_ids)
+    prefixes = store._books.prefixes
+    assert prefixes is not None
+    assert len(prefixes.roots) < 30  # four of them have blocks
+    assert prefixes.index.num_nodes < 30
+    assert store.open([range(8)], namespace=Namespace(salt=299)).cached_tokens.tolist() == [7]
+    store.check()
