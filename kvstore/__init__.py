@@ -4,7 +4,10 @@ from kvstore.batch import Batch, GraphBuffers
 from kvstore.capacity import Capacity
 from kvstore.choose import group_layers
 from kvstore.errors import OutOfBlocks, PlanError, SequenceError
+from kvstore.events import BlocksRemoved, BlocksStored, EventsLost, PrefixesCleared
+from kvstore.export import CsrTable
 from kvstore.groups import CacheGroup
+from kvstore.hits import Stop
 from kvstore.layers import chunked_attention, full_attention, latent, recurrent_state, sliding_window
 from kvstore.models import specs_from_config
 from kvstore.namespaces import Item, Namespace
@@ -25,9 +28,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Alias",
     "Batch",
+    "BlocksRemoved",
+    "BlocksStored",
     "CacheGroup",
     "CachePlan",
     "Capacity",
+    "CsrTable",
+    "EventsLost",
     "GraphBuffers",
     "GroupStats",
     "HitReport",
@@ -42,8 +49,10 @@ __all__ = [
     "OutOfBlocks",
     "Placement",
     "PlanError",
+    "PrefixesCleared",
     "Retention",
     "SequenceError",
+    "Stop",
     "StoreStats",
     "__version__",
     "bucket_layers_by_page_size",

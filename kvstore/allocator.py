@@ -196,11 +196,16 @@ class BlockAllocator(CellStates):
         """Marks cells in use as known to the prefix index: they are cached instead of freed."""
         self.indexed[cells] = True
 
-    def forget(self, cells: Ids) -> None:
-        """Takes distinct cells from the prefix index: the cached become free. Those it does not know are ignored."""
-        at = cells[self.indexed[cells]]
+    def forget(self, cells: Ids, distinct: bool = True) -> None:
+        """Takes cells from the prefix index: the cached become free. Those it does not know are ignored.
+
+        Without `distinct` cells may be named twice.
+        """
+        at = cells[self.indexed[cells]].astype(np.intp)
         if not at.size:
             return
+        if not distinct:
+            at = self._last_mentions(at)
         idle = at[self.references[at] == 0]
         self._num_cached -= len(idle)
         self._num_pinned -= self._count_pinned(idle)

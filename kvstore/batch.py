@@ -20,6 +20,8 @@ from kvstore.steps import Step
 class Batch:
     """The rows that `KVStore.extend` reserved: n sequences, T new tokens, one tuple entry per group g of the plan.
 
+    The tensors are buffers of the store: to read, and until the batch is finished.
+
     Attributes:
         seq_ids: int64 ndarray [n], as given to extend; without the padding of `pad_to`, which n and T below count.
         num_new_tokens: int64 ndarray [n], likewise.

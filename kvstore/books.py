@@ -101,10 +101,7 @@ class Books:
         self.next_serial = 0
         self._next_edition = 1
         self.is_sharing = False
-        self.checkpointed = [
-            g for g, group in enumerate(plan.groups)
-            if self.rules.is_state[g] and any(spec.checkpoint_blocks for spec in group.layers.values())
-        ]  # fmt: skip
+        self.checkpointed = np.flatnonzero(self.rules.is_checkpointed).tolist()
         self.in_fixed_blocks = np.flatnonzero(self.rules.is_ring | self.rules.is_state).tolist()
 
     # Opening

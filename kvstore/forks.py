@@ -104,6 +104,13 @@ def truncate(books: Books, seq_ids: Any, lengths: Any) -> None:
     books.tables_changed(rows)
 
 
+_REMEDIES = {
+    False: "a window keeps no more than its reach; give the store `rollback` tokens of it",
+    True: "a step overwrites a ring or a state; fork before tokens that may be taken back",
+}
+"""By whether the group is a ring or a state."""
+
+
 def _share(books: Books, sources: Rows, rows: Rows) -> None:
     """Makes `rows` copies of `sources`: numbers, tokens, table rows, and one more reference to every block."""
     state, tables = books.state, books.tables
@@ -147,8 +154,8 @@ def _check_rollback(books: Books, ids: Rows, rows: Rows, lengths: Counts) -> Non
             continue
         if lost.any():
             worst = int(lost.argmax())
+            remedy = _REMEDIES[bool(rules.is_ring[g] | rules.is_state[g])]
             raise ValueError(
                 f"lengths: expected what group {rules.names[g]!r} ({rules.kinds[g]}) can roll back to, got "
-                f"{lengths[worst]} for sequence {ids[worst]} of {committed[worst]} tokens: a {rules.kinds[g]} keeps "
-                "no more than its reach; give the store `rollback` tokens of it"
+                f"{lengths[worst]} for sequence {ids[worst]} of {committed[worst]} tokens: {remedy}"
             )

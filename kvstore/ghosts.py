@@ -69,4 +69,4 @@ class Ghosts:
         allocator = self._allocator
         cells = allocator.to_cells(ids, group)
         idle = (allocator.generation[cells] == generations) & (allocator.references[cells] == 0)
-        allocator.forget(np.unique(cells[idle]))  # forks remember the same blocks
+        allocator.forget(cells[idle], distinct=False)  # forks remember the same blocks

@@ -1,6 +1,5 @@
 """LayerOps: what an engine does with the rows of one layer: write, gather, decode, look at the pages."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,6 @@ from kvstore.plan import CachePlan
 from kvstore.rules import NO_VARIANT
 from kvstore.steps import Step, expect_uncommitted, expect_unfinished
 from kvstore_kernels import PageView
-from kvstore_kernels.quant_rules import RowScale
-
-Scales = RowScale | Sequence[RowScale]
 
 
 class LayerOps:
@@ -31,7 +27,6 @@ class LayerOps:
     _arena: Arena | None
     _backend: str
     _group_of: dict[str, int]
-    _scales: dict[str, Scales]
 
     def write(self, layer: str, batch: Batch, *parts: torch.Tensor) -> None:
         """Writes the batch's rows of one layer: K and V [T, num_kv_heads, head_dim], or the latent row [T, dim].
@@ -46,7 +41,7 @@ class LayerOps:
         for part in parts:
             if isinstance(part, torch.Tensor) and part.ndim and part.shape[0] != batch.num_tokens:
                 raise ValueError(f"parts: expected {batch.num_tokens} rows, one per token, got {part.shape[0]}")
-        kernels.write_rows(view, batch.variant_slots[variant], *parts, **self._shared(layer))
+        kernels.write_rows(view, batch.variant_slots[variant], *parts, backend=self._backend)
 
     def gather(
         self,
@@ -81,7 +76,7 @@ class LayerOps:
             start=torch.from_numpy(starts.astype(np.int32)).to(self.device),
             wraps=rules.kinds[group] != "full",
             out=out,
-            **self._shared(layer),
+            backend=self._backend,
         )
 
     def gather_starts(self, layer: str, batch: Batch) -> npt.NDArray[np.int64]:
@@ -116,6 +111,20 @@ class LayerOps:
         variant = self._rows_of(layer, batch, moves=False)[1]
         table = batch.block_table[self._books.rules.variants[variant].group]
         return table if sentinel == NULL_BLOCK_ID else torch.where(table == NULL_BLOCK_ID, sentinel, table)
+
+    def state_blocks(self, layer: str, batch: Batch) -> torch.Tensor:
+        """int32 [n, 2], for a layer with a state or a ring: the block to read, and the one to write.
+
+        They index `state_view(layer)`. 0 reads nothing (a sequence's first step), and writes nothing (no new token).
+
+        Raises: ValueError for another layer; ValueError / TypeError as `write`.
+        """
+        group = self._group(layer)
+        expect_unfinished(self._books, step_of(batch))
+        blocks = batch.state_blocks[group]
+        if blocks is None:
+            raise ValueError(f"layer: expected one with a state or a ring, got {layer!r}")
+        return blocks
 
     def slots_of(self, layer: str, batch: Batch, positions: Any) -> torch.Tensor:
         """The slots of positions that the sequences of the batch hold, for kernels that pick rows (sparse attention).
@@ -186,7 +195,7 @@ class LayerOps:
             out=out,
             lse=lse,
             workspace=workspace,
-            **self._shared(layer),
+            backend=self._backend,
         )
 
     def mla_decode(
@@ -227,7 +236,7 @@ class LayerOps:
             out=out,
             lse=lse,
             workspace=workspace,
-            **self._shared(layer),
+            backend=self._backend,
         )
 
     def sparse_mla_decode(
@@ -268,7 +277,7 @@ class LayerOps:
             out=out,
             lse=lse,
             workspace=workspace,
-            **self._shared(layer),
+            backend=self._backend,
         )
 
     def page_view(self, layer: str) -> PageView:
@@ -291,22 +300,6 @@ class LayerOps:
         if spec.kind != "state":
             raise ValueError(f"layer: expected one with a recurrent state, got {layer!r} of kind {spec.kind!r}")
         return {part.name: view.tensor(part.name).squeeze(1) for part in spec.format.parts}
-
-    def set_scales(self, layer: str, row_scales: Scales) -> None:
-        """Fixes the scales of a layer whose rows are quantised with scales outside the cache, for writes and reads.
-
-        Raises: ValueError for an unknown layer, or one whose rows have no such scales.
-        """
-        self._group(layer)
-        owner = self.plan.owner(layer)
-        if not self.plan.spec(layer).format.quantised:
-            raise ValueError(f"layer: expected quantised rows with scales outside the cache, got those of {layer!r}")
-        self._scales[owner] = row_scales
-
-    def _shared(self, layer: str) -> dict[str, Any]:
-        scales = self._scales.get(self.plan.owner(layer)) if self._scales else None
-        shared: dict[str, Any] = {"backend": self._backend}
-        return shared if scales is None else shared | {"row_scales": scales}
 
     def _group(self, layer: str) -> int:
         group = self._group_of.get(layer) if isinstance(layer, str) else None

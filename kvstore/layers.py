@@ -101,7 +101,11 @@ def recurrent_state(
 ) -> LayerSpec:
     """A recurrent state: `tensors` (name, shape, dtype) of one sequence and layer, side by side in one page.
 
-    `block_size` is the distance, in tokens, at which states are kept for prefix hits. It adds no bytes.
+    `block_size` is the distance, in tokens, at which states can be kept for prefix hits; it adds no bytes. A state is
+    kept where a step ends at a multiple of it: an engine that wants hits ends a chunk of a prompt at the last one. With
+    `checkpoint_blocks` = 1 it may compute the prompt in one step, and saves the state on the way where
+    `Batch.state_checkpoints` says. `speculative_blocks` are planned for engines that keep a state per draft token of
+    their own; a store does not hand them out.
 
     Raises: PlanError when a number is out of range.
     """

@@ -162,6 +162,8 @@ class Prefixes:
                 continue
             self.allocator.retain(self.allocator.to_cells(ids, g), distinct=True)
             self.tables.attach(state, row, g, end, first, ids)
+            if owner.keeps:  # what the prompt asks for holds for blocks that others have computed, too
+                self._keep(owner.keeps, g, first * int(self.rules.block_size[g]), ids, np.ones(len(ids), np.bool_))
 
     def _part(self, group: int, blocks: Ids, length: int) -> tuple[int, int, Ids]:
         """First block, end block and blocks that a hit of `length` tokens takes of a group."""
@@ -250,7 +252,8 @@ class Prefixes:
             told = self.tokens[row, :end], owner.namespace, start, [ids for ids, _ in entries]
             self.announcer.stored(*told, taken, owner.digests)
         if owner.keeps:
-            self._keep(owner.keeps, entries, taken, start)
+            for g, (ids, _) in enumerate(entries):
+                self._keep(owner.keeps, g, start, ids, np.isin(ids, taken[g]) & (ids != 0))
 
     def _root_of(self, names: Namespace) -> Node:
         """The root of a namespace, made when it is not there; a few that have become empty make room for it."""
@@ -325,7 +328,8 @@ class Prefixes:
         held = number[max(first - low, 0) : max(last - low, 0)]
         if rules.is_state[group]:
             committed = int(state.committed[seq])
-            held = held[((held + 1) * size == committed) | ((held + 1) * size == exact)]
+            saved = exact if rules.is_checkpointed[group] else committed
+            held = held[((held + 1) * size == committed) | ((held + 1) * size == saved)]
         held = held[held >= last - int(tables.width[group])]
         found = tables.table(group)[row, held % int(tables.width[group])]
         held, found = held[found != 0], found[found != 0]
@@ -337,18 +341,18 @@ class Prefixes:
         return ids, made
 
     def _keep(
-        self, keeps: tuple[KeepTokens, ...], entries: list[tuple[Ids, Ids]], taken: list[Ids], start: int
+        self, keeps: tuple[KeepTokens, ...], group: int, start: int, ids: Ids, mine: npt.NDArray[np.bool_]
     ) -> None:
-        for g, (ids, _) in enumerate(entries):
-            if self.rules.is_ring[g]:
-                continue
-            size = int(self.rules.block_size[g])
-            priorities, ttls = block_priorities(keeps, size, start // size, len(ids))
-            mine = np.isin(ids, taken[g]) & ((priorities != DEFAULT_PRIORITY) & (ids != 0))
-            cells = self.allocator.to_cells(ids, g)
-            for priority, ttl in sorted(set(zip(priorities[mine].tolist(), ttls[mine].tolist(), strict=True))):
-                chosen = mine & (priorities == priority) & (ttls == ttl)
-                self.allocator.set_priority(cells[chosen], int(priority), None if np.isinf(ttl) else float(ttl))
+        """Ranks those of the blocks `ids`, from token `start` on, that are `mine` to rank."""
+        if self.rules.is_ring[group] or not len(ids):
+            return
+        size = int(self.rules.block_size[group])
+        priorities, ttls = block_priorities(keeps, size, start // size, len(ids))
+        mine = mine & (priorities != DEFAULT_PRIORITY)
+        cells = self.allocator.to_cells(ids, group)
+        for priority, ttl in sorted(set(zip(priorities[mine].tolist(), ttls[mine].tolist(), strict=True))):
+            chosen = mine & (priorities == priority) & (ttls == ttl)
+            self.allocator.set_priority(cells[chosen], int(priority), None if np.isinf(ttl) else float(ttl))
 
 
 def _runs_from(runs: list[Run], start: int) -> list[Run]:

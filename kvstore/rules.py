@@ -67,6 +67,9 @@ class GroupRules:
         self.blocks_per_frame = plan.blocks_per_frame
         self.is_ring = np.array([kind == "ring" for kind in self.kinds], bool)
         self.is_state = np.array([kind == "state" for kind in self.kinds], bool)
+        self.is_checkpointed = self.is_state & np.array(
+            [any(spec.checkpoint_blocks for spec in group.layers.values()) for group in groups], bool
+        )
         sizes = [
             RING_BLOCK if kind == "ring" else group.block_size for kind, group in zip(self.kinds, groups, strict=True)
         ]

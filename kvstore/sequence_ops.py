@@ -122,7 +122,10 @@ class SequenceOps:
         return self._books.forget_prefixes(lambda known: known.key == namespace.key)
 
     def take_events(self) -> list[Event]:
-        """What entered and left the prefix index since the last call, oldest first; see `max_events`."""
+        """What entered and left the prefix index since the last call, oldest first; see `max_events`.
+
+        Returns: `BlocksStored`, `BlocksRemoved` and `PrefixesCleared`; `EventsLost` first where some were dropped.
+        """
         announcer = self._books.prefixes.announcer if self._books.prefixes is not None else None
         if announcer is None:
             return []

@@ -16,6 +16,7 @@ Flags = npt.NDArray[np.bool_]
 
 GENERATION_SHIFT = 32  # a sequence handle is generation << 32 | row
 ROW_MASK = (1 << GENERATION_SHIFT) - 1
+MAX_GENERATION = 2**31 - 1  # the next is 1 again: a handle is never negative
 CLOSED = -1
 
 FIELDS = (
@@ -124,7 +125,7 @@ class Handles:
         """Gives rows back; handles to them are void from here on."""
         self.current[rows] = CLOSED
         self.suspended[rows] = False
-        self.generation[rows] += 1
+        self.generation[rows] = self.generation[rows] % MAX_GENERATION + 1
         self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
         self._num_free += len(rows)
 

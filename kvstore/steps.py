@@ -257,7 +257,7 @@ def _let_go(books: Books, step: Step, roster: Roster, starts: Counts, ends: Coun
         unknown = end > state.indexed[entries.seq]
         if rules.is_state.any():
             saved = _saved_lengths(books, step, alive)[entries.seq]
-            exact = (end == starts[entries.seq]) | (end == saved)
+            exact = (end == starts[entries.seq]) | ((end == saved) & rules.is_checkpointed[entries.group])
             unknown &= exact | ~rules.is_state[entries.group]
         if unknown.any():
             if not unknown.all():

@@ -70,6 +70,9 @@ class KVStore(SequenceOps, LayerOps):
         debug: blocks given up are filled with NaN, and a batch whose blocks have changed hands is refused.
         clock: seconds, by which times to live run out. Ranks that must agree on block ids need the same times.
 
+    Attributes:
+        plan, device: as given; `plan.group_index(layer)` is the number of a layer's group in the tuples of a batch.
+
     Raises: ValueError / TypeError that name the argument.
     """
 
@@ -125,7 +128,6 @@ class KVStore(SequenceOps, LayerOps):
         )
         self._arena = None if device is None else Arena(plan, self.device)
         self._group_of = {layer: plan.group_index(layer) for layer in (*plan.layers, *plan.aliases)}
-        self._scales = {}
         self._debug = debug
         self._given_up = np.zeros(len(self._books.allocator.references), np.int32)  # of each cell how often; in debug
         self._layer_tables = self._make_layer_tables(plan.layers)
@@ -195,7 +197,8 @@ class KVStore(SequenceOps, LayerOps):
         """Buffers for decode batches of up to `num_sequences` sequences that a CUDA graph has captured.
 
         Every `extend(..., graph=buffers)` fills the same tensors, at the same addresses and with the same shapes: block
-        tables are as wide as `max_length` needs. One batch at a time.
+        tables are as wide as `max_length` needs. One batch at a time, one new token for each sequence. Tensors for
+        `write` and the reads have `num_sequences` rows; `commit` takes the tokens of the sequences alone.
 
         Raises: TypeError / ValueError for a number that is none of 1 ... max_sequences.
         """

@@ -62,6 +62,18 @@ def test_the_contents_are_those_of_a_padded_batch_and_o56_padding_names_no_live_
             store.commit(batch, np.zeros(len(chosen), int))
 
 
+def test_state_blocks_of_a_layer() -> None:
+    store = hybrid()
+    batch = store.extend(prefill(store, range(3), range(20, 37)), 1)
+    blocks = store.state_blocks("layers.2.state", batch)
+    assert blocks is batch.state_blocks[store.plan.group_index("layers.2.state")]
+    with pytest.raises(ValueError, match=r"layer: expected one with a state or a ring, got 'layers.0.attn'"):
+        store.state_blocks("layers.0.attn", batch)
+    store.commit(batch, [1, 2])
+    with pytest.raises(ValueError, match="batch: expected an unfinished batch"):
+        store.state_blocks("layers.2.state", batch)
+
+
 def test_one_batch_at_a_time_and_no_more_than_the_size() -> None:
     store = make_store()
     seq_ids = prefill(store, range(5), range(10, 13), range(20, 23))

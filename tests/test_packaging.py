@@ -141,7 +141,8 @@ def test_files_stay_short() -> None:
 
 
 PUBLIC = {
-    kvstore: """Alias Batch CacheGroup CachePlan Capacity GraphBuffers GroupStats HitReport Item KVStore KeepTokens
+    kvstore: """Alias Batch BlocksRemoved BlocksStored CacheGroup CachePlan Capacity CsrTable EventsLost GraphBuffers
+        GroupStats HitReport Item KVStore KeepTokens PrefixesCleared Stop
         LayerSlot LayerSpec Namespace NoCache Opened OutOfBlocks Placement PlanError Retention SequenceError
         StoreStats __version__ bucket_layers_by_page_size chunked_attention count_replicas full_attention group_layers
         latent plan_cache plan_distributed plan_workers pool_bytes_per_block promote_windows recurrent_state

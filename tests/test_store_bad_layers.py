@@ -50,10 +50,6 @@ WRONG_LAYERS: dict[str, tuple[Callable[[KVStore, Any], Any], str]] = {
         lambda store, batch: store.state_view(LAYER),
         "layer: expected one with a recurrent state, got 'layers.0.attn' of kind 'full'",
     ),
-    "scales of plain rows": (
-        lambda store, batch: store.set_scales(LAYER, torch.ones(1)),
-        "layer: expected quantised rows with scales outside the cache, got those of 'layers.0.attn'",
-    ),
     "flat positions": (
         lambda store, batch: store.slots_of(LAYER, batch, [0, 1]),
         r"positions: expected integers \[2, k\], got shape \[2\] of int64",

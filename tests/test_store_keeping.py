@@ -354,3 +354,13 @@ def test_namespaces_that_nobody_asks_for_again_are_forgotten_with_their_blocks()
     assert prefixes.index.num_nodes < 30
     assert store.open([range(8)], namespace=Namespace(salt=299)).cached_tokens.tolist() == [7]
     store.check()
+
+
+def test_a_pin_holds_for_blocks_that_were_cached_already() -> None:
+    store = make_store(num_frames=9)
+    leave(store, range(8))
+    leave(store, range(8), KeepTokens(0, 4, pinned=True))  # finds the first block, and asks for it to stay
+    for start in range(100, 400, 8):
+        leave(store, range(start, start + 8))
+    assert store.open([range(8)]).cached_tokens.tolist() == [4]
+    store.check()
