@@ -47,13 +47,3 @@ class Arena:
                     format=spec.format,
                 )
         self.views: Mapping[str, PageView] = MappingProxyType(views)
-
-    def zero_blocks(self, layer: str, block_ids: torch.Tensor) -> None:
-        """Clears the pages of a layer's blocks, and no byte beside them. `block_ids`: int64 [n] on the device."""
-        view = self.views[layer]
-        pages = view.memory.as_strided(
-            (view.num_blocks, view.page_bytes),
-            (view.block_stride_bytes, 1),
-            view.memory.storage_offset() + view.offset_bytes,
-        )
-        pages.index_fill_(0, block_ids, 0)

@@ -67,6 +67,7 @@ class GroupRules:
         self.blocks_per_frame = plan.blocks_per_frame
         self.is_ring = np.array([kind == "ring" for kind in self.kinds], bool)
         self.is_state = np.array([kind == "state" for kind in self.kinds], bool)
+        self.has_states = bool(self.is_state.any())
         self.is_checkpointed = self.is_state & np.array(
             [any(spec.checkpoint_blocks for spec in group.layers.values()) for group in groups], bool
         )
@@ -84,6 +85,7 @@ class GroupRules:
         self.span = np.array([_span(groups[g], limits.rollback) for g in self.windows], np.int64)
         self.rollback = limits.rollback
         self.chunk = np.array([groups[g].retention.chunk or 1 for g in self.windows], np.int64)
+        self.has_chunks = bool((self.chunk > 1).any())
         self.tail_only = np.array([tail_only or kind == "state" for kind in self.kinds], bool)
         self.tail_only &= self.window_of >= 0
 
@@ -111,7 +113,7 @@ class GroupRules:
     def reach(self, windows: Numbers, committed: Numbers) -> Numbers:
         """The first token that position `committed` can reach, in each of the window groups `windows`."""
         reached: Numbers = committed - self.span[windows]
-        if (self.chunk > 1).any():
+        if self.has_chunks:
             chunk = self.chunk[windows]
             reached = reached // chunk * chunk
         return np.maximum(reached, 0, out=reached)

@@ -255,7 +255,7 @@ def _let_go(books: Books, step: Step, roster: Roster, starts: Counts, ends: Coun
     if books.prefixes is not None:
         end = (entries.block + 1) * rules.block_size.take(entries.group)
         unknown = end > state.indexed[entries.seq]
-        if rules.is_state.any():
+        if rules.has_states:
             saved = _saved_lengths(books, step, alive)[entries.seq]
             exact = (end == starts[entries.seq]) | ((end == saved) & rules.is_checkpointed[entries.group])
             unknown &= exact | ~rules.is_state[entries.group]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.allocator import NULL_BLOCK_ID, Ids
 from kvstore.changes import Change, ChangeLog
 from kvstore.lazy import lazy_zeros
-from kvstore.rules import NEVER, GroupRules
+from kvstore.rules import GroupRules
 from kvstore.sequences import Counts, Rows, SequenceState, ragged_arange
 
 Numbers = npt.NDArray[np.int64]
@@ -83,7 +83,6 @@ class BlockTables:
         self._only_width = int(self.width[0]) if is_one else 0
         self._only_rows = int(self._rows_per_block[0]) if is_one and len(rules.variants) == 1 else 0
         self._wraps = not rules.only_full
-        self._goes_block_by_block = bool((rules.chunk == 1).all())
         self._zeros = np.zeros(max_sequences, np.int64)
         for array in (self._zeros, self.width, self.base):
             array.setflags(write=False)
@@ -163,7 +162,7 @@ class BlockTables:
         size = rules.block_size.take(group)
         due, first = state.flat_due, state.flat_first
         old = first.take(places)
-        if self._goes_block_by_block:
+        if not rules.has_chunks:
             next_due = due.take(places) + size
             if (next_due > committed.take(seq)).all():
                 due[places] = next_due
@@ -285,6 +284,3 @@ class BlockTables:
         everyone = np.arange(len(self.rules.windows))
         first_due = self.rules.due(everyone, np.zeros_like(everyone))
         state.due[:, rows] = first_due[:, None]
-
-
-__all__ = ["NEVER", "NO_ENTRIES", "BlockTables", "Entries"]
