@@ -5,7 +5,7 @@ same sequences works on them in place, and they are put back when somebody else 
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from kvstore.errors import SequenceError
 from kvstore.events import EventLog
 from kvstore.namespaces import Namespace
 from kvstore.plan import CachePlan
-from kvstore.prefixes import PLAIN, Found, HitReport, Owner, Prefixes
+from kvstore.prefixes import Found, HitReport, Owner, Prefixes
+from kvstore.prompts import keeps_of, most_cached, namespaces_of, prompt_arrays
 from kvstore.retain import KeepTokens
 from kvstore.rules import NEVER, GroupRules, Limits
 from kvstore.sequences import FIELDS, Counts, Flags, Handles, Rows, SequenceState, expect_tokens, token_array
@@ -111,14 +112,13 @@ class Books:
         token_arrays: Sequence[Any],
         namespace: Namespace | Sequence[Namespace | None] | None = None,
         retention: Sequence[KeepTokens] | Sequence[Sequence[KeepTokens]] | None = None,
+        max_cached_tokens: Any = None,
     ) -> tuple[Rows, Counts]:
         """Opens one sequence per prompt. Returns: their rows, and the tokens each found in the prefix index."""
-        if not isinstance(token_arrays, Iterable) or isinstance(token_arrays, str | bytes):
-            raise ValueError(f"token_arrays: expected a sequence of prompts, got {token_arrays!r}")
-        given = list(token_arrays)
-        prompts = [self._prompt(index, tokens, is_alone=len(given) == 1) for index, tokens in enumerate(given)]
-        namespaces = _namespaces(namespace, prompts)
-        keeps = _keeps(retention, len(prompts))
+        prompts = prompt_arrays(token_arrays, self.limits.max_length)
+        namespaces = namespaces_of(namespace, prompts)
+        keeps = keeps_of(retention, len(prompts))
+        most = most_cached(max_cached_tokens, len(prompts))
         if len(prompts) > self.handles.num_free:
             raise SequenceError(
                 f"token_arrays: expected at most {self.handles.num_free} more sequences "
@@ -127,24 +127,72 @@ class Books:
         found: Found | None = None
         if len(prompts) == 1:
             # What equals tokens of the index needs no look: of a long hit only the rest is searched for wrong numbers.
-            found = self.prefixes.find(prompts[0], namespaces[0]) if self.prefixes is not None else None
+            found = self.prefixes.find(prompts[0], namespaces[0], most[0]) if self.prefixes is not None else None
             expect_tokens("token_arrays[0]", prompts[0][found.report.matched if found is not None else 0 :])
         self.flush()
         rows = self.handles.open(len(prompts))
         state = self.state
         state.matrix[: len(FIELDS), rows] = 0
+        state.unknown[rows] = NEVER
         self.renew(rows)
         if self.prefixes is None:
             state.indexed[rows] = NEVER
             for row, prompt in zip(rows.tolist(), prompts, strict=True):
                 state.prompt[row] = len(prompt)
             return rows, state.committed[rows]
-        for row, prompt, names, keep in zip(rows.tolist(), prompts, namespaces, keeps, strict=True):
+        for row, prompt, names, keep, limit in zip(rows.tolist(), prompts, namespaces, keeps, most, strict=True):
             if found is None or len(prompts) > 1:
-                found = self.prefixes.find(prompt, names)
+                found = self.prefixes.find(prompt, names, limit)
             self.prefixes.attach(state, row, prompt, found, Owner(names, keeps=keep))
             self.is_sharing |= found.report.copied > 0
         return rows, state.committed[rows]
+
+    def lookup(
+        self,
+        token_arrays: Sequence[Any],
+        namespace: Namespace | Sequence[Namespace | None] | None = None,
+        max_cached_tokens: Any = None,
+    ) -> Counts:
+        """How many tokens of each prompt `open` would find; see `KVStore.lookup`."""
+        prompts = prompt_arrays(token_arrays, self.limits.max_length)
+        for index, prompt in enumerate(prompts):
+            expect_tokens(f"token_arrays[{index}]", prompt)
+        namespaces = namespaces_of(namespace, prompts)
+        most = most_cached(max_cached_tokens, len(prompts))
+        if self.prefixes is None:
+            return np.zeros(len(prompts), np.int64)
+        find = self.prefixes.find
+        reports = [find(*asked).report for asked in zip(prompts, namespaces, most, strict=True)]
+        return np.array([report.cached_tokens for report in reports], np.int64)
+
+    def name_tokens(self, seq_ids: Any, token_arrays: Sequence[Any]) -> None:
+        """Tells the tokens that were committed as unknown; see `KVStore.name_tokens`."""
+        _, rows = self.handles.resolve(seq_ids)
+        arrays = [token_array(f"token_arrays[{index}]", tokens) for index, tokens in enumerate(token_arrays)]
+        if len(arrays) != len(rows):
+            raise ValueError(f"token_arrays: expected one per sequence, {len(rows)} in all, got {len(arrays)}")
+        self.flush()
+        for index, (row, tokens) in enumerate(zip(rows.tolist(), arrays, strict=True)):
+            committed = int(self.state.committed[row])
+            if len(tokens) != committed:
+                raise ValueError(
+                    f"token_arrays[{index}]: expected the {committed} committed tokens of the sequence, "
+                    f"got {len(tokens)}"
+                )
+            if self.prefixes is not None:
+                self.prefixes.settle_tokens(row)
+                known = min(int(self.state.unknown[row]), committed)
+                wrong = np.flatnonzero(self.prefixes.tokens[row, :known] != tokens[:known])
+                if wrong.size:
+                    at = int(wrong[0])
+                    raise ValueError(
+                        f"token_arrays[{index}]: expected the tokens that were committed, "
+                        f"{self.prefixes.tokens[row, at]} at position {at}, got {tokens[at]}"
+                    )
+        for row, tokens in zip(rows.tolist(), arrays, strict=True):
+            if self.prefixes is not None:
+                self.prefixes.tokens[row, : len(tokens)] = tokens
+            self.state.unknown[row] = NEVER
 
     def report(self, row: int) -> HitReport | None:
         """What the sequence of a row found when it was opened."""
@@ -286,51 +334,3 @@ class Books:
     def oldest_unfinished(self) -> int:
         """The serial of the oldest unfinished step, or of the next one."""
         return next(iter(self.unfinished), self.next_serial)  # serials enter in order
-
-    def _prompt(self, index: int, tokens: Any, is_alone: bool) -> npt.NDArray[np.int32]:
-        name = f"token_arrays[{index}]"
-        prompt = token_array(name, tokens, skip_range=is_alone)
-        if not 1 <= len(prompt) <= self.limits.max_length:
-            raise ValueError(f"{name}: expected 1 to {self.limits.max_length} tokens (max_length), got {len(prompt)}")
-        return prompt
-
-
-def _namespaces(
-    given: Namespace | Sequence[Namespace | None] | None, prompts: Sequence[npt.NDArray[np.int32]]
-) -> list[Namespace]:
-    """One namespace per prompt. Raises: TypeError / ValueError for anything else, and items past a prompt's end."""
-    if given is None or isinstance(given, Namespace):
-        namespaces = [given or PLAIN] * len(prompts)
-    elif isinstance(given, Sequence):
-        namespaces = [PLAIN if names is None else names for names in given]
-    else:
-        raise TypeError(f"namespace: expected a Namespace, or one per prompt, got {type(given).__name__}")
-    if len(namespaces) != len(prompts):
-        raise ValueError(f"namespace: expected one per prompt, {len(prompts)} in all, got {len(namespaces)}")
-    for index, (names, prompt) in enumerate(zip(namespaces, prompts, strict=True)):
-        if not isinstance(names, Namespace):
-            raise TypeError(f"namespace[{index}]: expected a Namespace, got {type(names).__name__}")
-        if names.items and names.items[-1].end > len(prompt):
-            raise ValueError(
-                f"namespace[{index}]: items: expected them inside the prompt of {len(prompt)} tokens, "
-                f"got one that ends at {names.items[-1].end}"
-            )
-    return namespaces
-
-
-def _keeps(
-    given: Sequence[KeepTokens] | Sequence[Sequence[KeepTokens]] | None, num_prompts: int
-) -> list[tuple[KeepTokens, ...]]:
-    """The ranges to keep of each prompt; a flat list holds for all. Raises: TypeError / ValueError."""
-    if given is None:
-        return [()] * num_prompts
-    if not isinstance(given, Sequence):
-        raise TypeError(f"retention: expected KeepTokens, or a list of them per prompt, got {type(given).__name__}")
-    flat = all(isinstance(item, KeepTokens) for item in given)
-    keeps: list[Any] = [tuple(given)] * num_prompts if flat and given else list(given)
-    if len(keeps) != num_prompts:
-        raise ValueError(f"retention: expected one list per prompt, {num_prompts} in all, got {len(keeps)}")
-    for index, ranges in enumerate(keeps):
-        if not isinstance(ranges, Sequence) or not all(isinstance(item, KeepTokens) for item in ranges):
-            raise TypeError(f"retention[{index}]: expected a list of KeepTokens, got {ranges!r}")
-    return [tuple(ranges) for ranges in keeps]

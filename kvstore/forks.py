@@ -90,6 +90,7 @@ def truncate(books: Books, seq_ids: Any, lengths: Any) -> None:
     np.minimum(state.replay_end, wanted, out=state.replay_end)
     np.copyto(state.length, wanted)
     np.copyto(state.committed, wanted)
+    state.unknown[state.unknown >= wanted] = NEVER
     if books.prefixes is not None:
         known = state.indexed != NEVER
         state.indexed[known] = np.minimum(state.indexed, wanted // unit * unit)[known]

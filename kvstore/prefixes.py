@@ -112,15 +112,16 @@ class Prefixes:
 
     # What a prompt finds
 
-    def find(self, prompt: Tokens, namespace: Namespace) -> Found:
-        """The longest prefix of a prompt, short of all of it, that every group can give."""
+    def find(self, prompt: Tokens, namespace: Namespace, most: int = NEVER) -> Found:
+        """The longest prefix of a prompt, short of all of it and of at most `most` tokens, that all groups can give."""
+        most = min(most, len(prompt) - 1)
         known = self.roots.get(namespace.key)
         unit, rules = self.rules.unit, self.rules
         if known is None:
             stops = tuple(Stop(name, 0, "end of match") for name in rules.names)
             return Found(HitReport(len(prompt), 0, 0, 0, 0, stops), None, None)
         root = known[1]
-        runs = segments(namespace.items, len(prompt) - 1, unit)
+        runs = segments(namespace.items, most, unit)
         path = self.index.match(root, prompt, runs)
         matched = path.num_units * unit
         entries = [path.entries(g, per) for g, per in enumerate(rules.blocks_per_unit)]
@@ -131,7 +132,7 @@ class Prefixes:
         hit = common_length(paths, matched, unit, rules.replay)
         length = hit.length if hit.length > rules.replay else 0
         parts = [self._part(g, entries[g][0], length) for g in range(rules.num_groups)]
-        more = self._more(prompt, namespace, path, hit, parts) if length == matched else 0
+        more = self._more(most, namespace, path, hit, parts) if length == matched else 0
         replayed = rules.replay if length else 0
         report = HitReport(len(prompt), matched + path.more_tokens, length + more, more, replayed, hit.stops)
         return Found(report, root, path, parts)
@@ -176,16 +177,14 @@ class Prefixes:
         first = 0 if w < 0 else int(rules.visible(w, np.array([at]))[0]) // size
         return first, end, blocks[first:end]
 
-    def _more(
-        self, prompt: Tokens, namespace: Namespace, path: Path, hit: Hit, parts: list[tuple[int, int, Ids]]
-    ) -> int:
+    def _more(self, most: int, namespace: Namespace, path: Path, hit: Hit, parts: list[tuple[int, int, Ids]]) -> int:
         """How many tokens of the next unit can be had from blocks to copy; adds those blocks to `parts`."""
         rules, unit = self.rules, self.rules.unit
         node = path.more_node
         if node is None or not rules.only_full or any(rules.holds_draft):
             return 0
         begin = path.num_units * unit
-        more = min(path.more_tokens, len(prompt) - 1 - begin)
+        more = min(path.more_tokens, most - begin)
         for item in namespace.items:
             if item.end > begin:
                 more = min(more, max(item.start - begin, 0))
@@ -216,13 +215,13 @@ class Prefixes:
     # What a sequence leaves
 
     def update(self, state: SequenceState, seq: int, row: int, tokens: int, exact: int = 0) -> None:
-        """Makes the whole units of the first `tokens` committed tokens of a row findable.
+        """Makes the whole units of the first `tokens` committed tokens of a row findable, as far as they are known.
 
         `seq` is the row's column in `state`. A state is a snapshot where it stands at `committed`, or at `exact`.
         """
         unit = self.rules.unit
         indexed = int(state.indexed[seq])
-        end = tokens // unit * unit
+        end = min(tokens, int(state.unknown[seq])) // unit * unit
         if end <= indexed:
             return
         owner = self.owners[row]

@@ -1,6 +1,6 @@
 """SequenceOps: what can be done to sequences beside the steps: fork, take back, move to the host; and to prefixes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,32 @@ class SequenceOps:
     _arena: Arena | None
     _host: HostCopies
     _suspended: dict[int, tuple[swap.Held, list[HostRows | None] | None]]
+
+    def lookup(
+        self,
+        token_arrays: Sequence[Any],
+        namespace: Namespace | Sequence[Namespace | None] | None = None,
+        *,
+        max_cached_tokens: Any = None,
+    ) -> npt.NDArray[np.int64]:
+        """How many tokens of each prompt `open` would find now; nothing changes.
+
+        Returns: int64, one number per prompt.
+
+        Raises: as `open`.
+        """
+        return self._books.lookup(token_arrays, namespace, max_cached_tokens)
+
+    def name_tokens(self, seq_ids: Any, token_arrays: Sequence[Any]) -> None:
+        """Tells the tokens of sequences, some of which were committed as -1: all of them can be found from then on.
+
+        Args:
+            token_arrays: per sequence all its committed tokens, from the first on.
+
+        Raises: ValueError for another number of tokens, and tokens that differ from those committed; SequenceError for
+            handles that are unknown or released.
+        """
+        self._books.name_tokens(seq_ids, token_arrays)
 
     def truncate(self, seq_ids: Any, lengths: Any) -> None:
         """Takes tokens back: each sequence goes on from `lengths` tokens, one for all or one per sequence.

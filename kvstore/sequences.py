@@ -26,6 +26,7 @@ FIELDS = (
     "num_commits",  # batches committed so far; the difference is in flight
     "prompt",  # tokens of the prompt
     "indexed",  # tokens that the prefix index knows, whole units
+    "unknown",  # the first committed token whose id is not known, NEVER for none
     "replay_end",  # tokens whose rows existed at a hit, although `length` is below it (ring replay)
     "shared",  # 1 when the block that holds the next token may have another holder
     "edition",  # changes whenever the table row is rewritten instead of appended to
@@ -46,6 +47,7 @@ class SequenceState:
     num_commits: Counts
     prompt: Counts
     indexed: Counts
+    unknown: Counts
     replay_end: Counts
     shared: Counts
     edition: Counts
@@ -200,6 +202,9 @@ def flat_integers(name: str, values: Any) -> npt.NDArray[Any]:
 
 MAX_TOKEN_ID = 2**31 - 1
 
+UNKNOWN_TOKEN = -1
+"""For a committed token whose id the caller does not know yet."""
+
 
 def token_array(name: str, tokens: Any, *, skip_range: bool = False) -> npt.NDArray[np.int32]:
     """Token ids as a flat int32 array; the caller's own where it is one already.
@@ -216,6 +221,18 @@ def token_array(name: str, tokens: Any, *, skip_range: bool = False) -> npt.NDAr
     if not (skip_range and array.dtype == np.int32):
         expect_tokens(name, array)
     return array.astype(np.int32, copy=False)
+
+
+def committed_tokens(name: str, tokens: Any) -> tuple[npt.NDArray[np.int32], bool]:
+    """Token ids as `token_array`, and whether some of them are UNKNOWN_TOKEN.
+
+    Raises: ValueError when they are no integers in [-1, 2**31).
+    """
+    array = flat_integers(name, tokens)
+    if not array.size or array.min() >= 0:
+        return token_array(name, tokens), False
+    expect_tokens(name, np.where(array == UNKNOWN_TOKEN, 0, array))
+    return array.astype(np.int32), True
 
 
 def expect_tokens(name: str, array: npt.NDArray[Any]) -> None:

@@ -10,7 +10,7 @@ from kvstore.allocator import Ids
 from kvstore.books import UNKNOWN, Books, Roster
 from kvstore.copies import replace_blocks, shared_tails
 from kvstore.errors import SequenceError
-from kvstore.sequences import Counts, Flags, Rows, SequenceState, int_array, ragged_arange, token_array
+from kvstore.sequences import Counts, Flags, Rows, SequenceState, committed_tokens, int_array, ragged_arange
 from kvstore.tables import NO_ENTRIES, Entries, Numbers
 from kvstore_kernels.checks import expect_int
 
@@ -112,7 +112,7 @@ def commit(books: Books, step: Step, token_ids: Any, num_committed: Any = None, 
                 f"num_committed: expected at most the extended {step.counts.tolist()}, got {counts.tolist()}"
             )
         withdrawn, ends = counts < step.counts, starts + counts
-    tokens = token_array("token_ids", token_ids)
+    tokens, has_unknown = committed_tokens("token_ids", token_ids)
     num_tokens = step.num_tokens if withdrawn is None else int(counts.sum())
     if len(tokens) != num_tokens:
         raise ValueError(f"token_ids: expected {num_tokens} tokens, got {len(tokens)}")
@@ -135,6 +135,10 @@ def commit(books: Books, step: Step, token_ids: Any, num_committed: Any = None, 
             history[roster.row_starts + starts] = tokens
         else:
             history[np.repeat(roster.row_starts, counts) + _positions(starts, counts)] = tokens
+    if has_unknown:
+        unknown = np.flatnonzero(tokens < 0)
+        seq = np.repeat(np.arange(len(starts)), counts)[unknown]
+        np.minimum.at(state.unknown, seq, _positions(starts, counts)[unknown])
     np.copyto(state.committed, ends)
     roster.num_commits += 1
     roster.in_flight -= 1

@@ -144,6 +144,8 @@ class KVStore(SequenceOps, LayerOps):
         token_arrays: Sequence[Any],
         namespace: Namespace | Sequence[Namespace | None] | None = None,
         retention: Sequence[KeepTokens] | Sequence[Sequence[KeepTokens]] | None = None,
+        *,
+        max_cached_tokens: Any = None,
     ) -> Opened:
         """Opens one sequence per prompt and gives it the blocks that hold a prefix of the prompt already.
 
@@ -151,6 +153,7 @@ class KVStore(SequenceOps, LayerOps):
             token_arrays: the prompts, each a flat array of at least one token id in [0, 2**31).
             namespace: of all prompts, or one per prompt: only prompts of equal namespaces share anything.
             retention: ranges of tokens to keep longer or shorter than others, for all prompts, or a list per prompt.
+            max_cached_tokens: the most tokens to find, one number or one per prompt; None: as many as there are.
 
         Returns: the handles, and how many leading tokens need not be computed: of committed blocks of sequences that
             run or ran, always at least one token short of the prompt. What a running sequence has generated is found
@@ -159,7 +162,7 @@ class KVStore(SequenceOps, LayerOps):
         Raises: ValueError for a prompt that is empty, too long, or no integers; TypeError / ValueError for the
             namespace and the retention; SequenceError when more sequences are asked for than are left of max_sequences.
         """
-        rows, cached_tokens = self._books.open(token_arrays, namespace, retention)
+        rows, cached_tokens = self._books.open(token_arrays, namespace, retention, max_cached_tokens)
         return Opened(self._books.handles.current[rows], cached_tokens)
 
     def extend(
@@ -214,14 +217,15 @@ class KVStore(SequenceOps, LayerOps):
 
         Args:
             batch: of this store and not committed; earlier batches of its sequences are committed first.
-            token_ids: the tokens whose rows the batch wrote (never the sampled ones), flat, in the batch's order.
+            token_ids: the tokens whose rows the batch wrote (never the sampled ones), flat, in the batch's order; -1
+                for one that is not known yet: a sequence is findable up to the first of these, until `name_tokens`.
             num_committed: one count per sequence when fewer than extended are kept (speculation); the rows behind
                 them are withdrawn. `token_ids` holds the kept tokens only. Refused where a group keeps rings, states or
                 tails, which a step overwrites.
             finish: whether the device is done with the batch as well; otherwise call `finish` later.
 
         Raises: ValueError for a foreign, committed or later batch, wrong counts, and token ids that are no integers
-            in [0, 2**31).
+            in [-1, 2**31).
         """
         steps.commit(self._books, step_of(batch), token_ids, num_committed, finish)
         if finish:

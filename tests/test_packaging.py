@@ -33,7 +33,7 @@ LEVELS = {
         "models": 2, "groups": 2, "unify": 2, "grouping": 2, "wording": 2,
         "placement": 3, "proof": 3, "score": 3, "choose": 3, "capacity": 3, "explain": 3,
         "plan": 4, "planner": 4, "workers": 4,
-        "rules": 5, "tables": 5, "mirrors": 5, "ghosts": 5, "prefixes": 5, "books": 5,
+        "rules": 5, "tables": 5, "mirrors": 5, "ghosts": 5, "prompts": 5, "prefixes": 5, "books": 5,
         "announcer": 5, "copies": 5, "steps": 5, "forks": 5, "swap": 5, "audit": 5, "stats": 5,
         "arena": 5, "staging": 5, "hostcopy": 5, "batch": 5, "export": 5, "layer_ops": 5, "sequence_ops": 5,
         "store": 6,
