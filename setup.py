@@ -15,7 +15,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     package_dir={"kvstore": "kvstore", "kvstore_kernels": "kernels/kvstore_kernels"},
-    packages=["kvstore", "kvstore.models", "kvstore.demo", "kvstore_kernels", "kvstore_kernels.reference"],
+    packages=[
+        "kvstore",
+        "kvstore.models",
+        "kvstore.demo",
+        "kvstore.integrations",
+        "kvstore.integrations.transformers",
+        "kvstore_kernels",
+        "kvstore_kernels.reference",
+    ],
     package_data={"kvstore": ["py.typed"], "kvstore_kernels": ["py.typed"]},
     install_requires=["torch>=2.6", "triton>=3.6", "numpy>=1.26", "einops>=0.8", "rich>=13"],
     extras_require={

@@ -28,8 +28,12 @@ class LayerOps:
     _backend: str
     _group_of: dict[str, int]
 
-    def write(self, layer: str, batch: Batch, *parts: torch.Tensor) -> None:
+    def write(self, layer: str, batch: Batch, *parts: torch.Tensor, slots: torch.Tensor | None = None) -> None:
         """Writes the batch's rows of one layer: K and V [T, num_kv_heads, head_dim], or the latent row [T, dim].
+
+        Args:
+            slots: int64 [m], where m rows go instead: from `slot_mapping` or `slots_of`, of blocks that the batch
+                extends, which nobody else has. None: the layer's slot mapping.
 
         Raises: ValueError / TypeError for an unknown layer or an alias, a layer with a state (see `state_view`), a
             committed batch, and parts of another shape, dtype or device than the layer's format.
@@ -38,10 +42,12 @@ class LayerOps:
         if layer in self.plan.aliases:
             raise ValueError(f"layer: {layer!r} reads the cache of {self.plan.owner(layer)!r} and has none to write")
         expect_uncommitted(self._books, batch.step)
+        where = batch.variant_slots[variant] if slots is None else slots
         for part in parts:
-            if isinstance(part, torch.Tensor) and part.ndim and part.shape[0] != batch.num_tokens:
-                raise ValueError(f"parts: expected {batch.num_tokens} rows, one per token, got {part.shape[0]}")
-        kernels.write_rows(view, batch.variant_slots[variant], *parts, backend=self._backend)
+            if isinstance(part, torch.Tensor) and part.ndim and part.shape[0] != where.shape[0]:
+                what = "token" if slots is None else "slot"
+                raise ValueError(f"parts: expected {where.shape[0]} rows, one per {what}, got {part.shape[0]}")
+        kernels.write_rows(view, where, *parts, backend=self._backend)
 
     def gather(
         self,
@@ -78,6 +84,17 @@ class LayerOps:
             out=out,
             backend=self._backend,
         )
+
+    def read(self, layer: str, batch: Batch, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rows of explicit slots, from `slots_of`: one tensor [m, num_heads, head_dim] per part of the format.
+
+        Args:
+            slots: int64 [m]; below 0 gives zeros.
+
+        Raises: ValueError / TypeError as `write`, and for slots of another shape, dtype or device.
+        """
+        view, _ = self._rows_of(layer, batch)
+        return kernels.read_rows(view, slots, dtype=view.format.parts[0].dtype, backend=self._backend)
 
     def gather_starts(self, layer: str, batch: Batch) -> npt.NDArray[np.int64]:
         """Per sequence the first row that `gather` fetches by default (a position, where a row is one token)."""
@@ -283,9 +300,10 @@ class LayerOps:
     def page_view(self, layer: str) -> PageView:
         """Where the layer's pages lie; `page_view(layer).tensor("k")` is a strided view for outside kernels.
 
-        Raises: ValueError for an unknown layer, or a store that keeps books only.
+        Raises: ValueError for an unknown layer, or a store that keeps books only or sleeps.
         """
         self._group(layer)
+        self._expect_awake()
         if self._arena is None:
             raise ValueError("device: this store keeps books only; give it a device to have pages")
         return self._arena.views[self.plan.owner(layer)]
@@ -337,6 +355,9 @@ class LayerOps:
 
     def _expect_fresh(self, batch: Batch) -> None:
         """Of a store in debug mode: raises when a block of the batch has changed hands."""
+
+    def _expect_awake(self) -> None:
+        """Raises ValueError for a store that sleeps."""
 
 
 def step_of(batch: Batch) -> Step:

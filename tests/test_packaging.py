@@ -35,9 +35,9 @@ LEVELS = {
         "plan": 4, "planner": 4, "workers": 4,
         "rules": 5, "tables": 5, "mirrors": 5, "ghosts": 5, "prompts": 5, "prefixes": 5, "books": 5,
         "announcer": 5, "copies": 5, "steps": 5, "forks": 5, "swap": 5, "audit": 5, "stats": 5,
-        "arena": 5, "staging": 5, "hostcopy": 5, "batch": 5, "export": 5, "layer_ops": 5, "sequence_ops": 5,
+        "arena": 5, "staging": 5, "hostcopy": 5, "batch": 5, "export": 5, "layer_ops": 5, "sequence_ops": 5, "sleep": 5,
         "store": 6,
-        "demo": 7, "plan_tables": 7, "plot": 7,
+        "demo": 7, "integrations": 7, "plan_tables": 7, "plot": 7,
         "cli": 8, "__main__": 9,
     },
 }  # fmt: skip

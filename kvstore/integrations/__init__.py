@@ -1,0 +1,1 @@
+"""Where others meet the store: models of transformers, kernels of other libraries."""
