@@ -5,11 +5,19 @@ import numpy as np
 from kvstore.books import Books
 
 
-def audit(books: Books) -> None:
-    """Raises AssertionError when a block, a reference or a table entry does not add up; see `KVStore.check`."""
+def audit(books: Books, *, asleep: bool = False) -> None:
+    """Raises AssertionError when a block, a reference or a table entry does not add up; see `KVStore.check`.
+
+    Of a store that is `asleep` nothing may be held, findable or in flight.
+    """
     books.flush()
     allocator = books.allocator
     allocator.check()
+    if asleep:
+        assert not books.handles.num_open, "a store sleeps with open sequences"
+        assert not books.unfinished, "a store sleeps with unfinished batches"
+        assert not allocator.num_held + allocator.num_cached, "a store sleeps with blocks in use or cached"
+        assert books.prefixes is None or not books.prefixes.roots, "a store sleeps with prefixes"
     _audit_sequences(books)
     references = np.zeros_like(allocator.references)
     fences = np.zeros_like(allocator.fences)

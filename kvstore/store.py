@@ -17,7 +17,7 @@ from kvstore.audit import audit
 from kvstore.batch import Batch, BatchMaker, GraphBuffers, batch_bytes
 from kvstore.books import Books
 from kvstore.events import EventLog
-from kvstore.hostcopy import HostCopies, HostRows
+from kvstore.hostcopy import HostRows
 from kvstore.layer_ops import LayerOps, step_of
 from kvstore.mirrors import Mirror, Mirrors
 from kvstore.namespaces import Namespace
@@ -25,6 +25,7 @@ from kvstore.plan import CachePlan
 from kvstore.retain import KeepTokens
 from kvstore.rules import Limits
 from kvstore.sequence_ops import SequenceOps
+from kvstore.sleep import SleepOps
 from kvstore.staging import Staging
 from kvstore.stats import StoreStats, collect
 from kvstore_kernels import LayerTable
@@ -43,7 +44,7 @@ class Opened:
     cached_tokens: npt.NDArray[np.int64]
 
 
-class KVStore(SequenceOps, LayerOps):
+class KVStore(SleepOps, SequenceOps, LayerOps):
     """A paged KV-cache store for one engine.
 
     A sequence is opened with its prompt, extended step by step (rows are reserved), written and read layer by layer,
@@ -126,13 +127,12 @@ class KVStore(SequenceOps, LayerOps):
             clock=clock,
             events=EventLog(max_events) if max_events else None,
         )
-        self._arena = None if device is None else Arena(plan, self.device)
+        self._has_bytes, self._is_asleep = device is not None, False
         self._group_of = {layer: plan.group_index(layer) for layer in (*plan.layers, *plan.aliases)}
         self._debug = debug
         self._given_up = np.zeros(len(self._books.allocator.references), np.int32)  # of each cell how often; in debug
-        self._layer_tables = self._make_layer_tables(plan.layers)
-        self._zeroed = self._make_layer_tables(self._layers_to_zero(zero_new))
-        self._host = HostCopies(self._layer_tables, self.device, self._backend)
+        self._zeroed_layers = self._layers_to_zero(zero_new)
+        self._name_pages(Arena(plan, self.device) if self._has_bytes else None)
         self._suspended: dict[int, tuple[swap.Held, list[HostRows | None] | None]] = {}
         capacity = batch_bytes(self._books.rules, max_sequences, max_tokens_per_step)
         self._staging = Staging(self.device, capacity, BATCHES_PER_STEP * max_in_flight)
@@ -162,6 +162,7 @@ class KVStore(SequenceOps, LayerOps):
         Raises: ValueError for a prompt that is empty, too long, or no integers; TypeError / ValueError for the
             namespace and the retention; SequenceError when more sequences are asked for than are left of max_sequences.
         """
+        self._expect_awake()
         rows, cached_tokens = self._books.open(token_arrays, namespace, retention, max_cached_tokens)
         return Opened(self._books.handles.current[rows], cached_tokens)
 
@@ -181,6 +182,7 @@ class KVStore(SequenceOps, LayerOps):
             uncommitted batches; ValueError for counts, lengths over max_length or max_tokens_per_step, and a graph
             whose last batch is not finished; OutOfBlocks.
         """
+        self._expect_awake()
         if graph is not None:
             pad_to = graph.expect_free(pad_to)
         step = steps.extend(self._books, seq_ids, num_new_tokens, pad_to)
@@ -263,7 +265,7 @@ class KVStore(SequenceOps, LayerOps):
 
         Raises: AssertionError, which is a fault of this library.
         """
-        audit(self._books)
+        audit(self._books, asleep=self._is_asleep)
 
     # Inside
 
@@ -311,15 +313,6 @@ class KVStore(SequenceOps, LayerOps):
 
     def _to_ids(self, ids: Ids) -> torch.Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.device)
-
-    def _make_layer_tables(self, layers: Sequence[str]) -> list[LayerTable | None]:
-        """The given layers of each group; None for a group with none of them, or without an arena."""
-        arena = self._arena
-        chosen = [[layer for layer in group.layers if layer in layers] for group in self.plan.groups]
-        return [
-            None if arena is None or not names else kernels.layer_table([arena.views[layer] for layer in names])
-            for names in chosen
-        ]
 
     def _layers_to_zero(self, zero_new: bool | str) -> list[str]:
         if zero_new is False:
