@@ -50,6 +50,7 @@ def test_sleep_frees_and_wake_serves_all_kinds_of_layers_again(layout: str, debu
         store.check()
         store.wake()
         assert not store.is_asleep
+        store.release([])  # in debug mode: what was given up before must not be poisoned now
         assert (store.plan, store.stats().free, store.stats().cached) == (plan, num_free, 0)
         assert not store.page_view(LAYER).memory.any()
         store.check()
