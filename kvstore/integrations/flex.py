@@ -191,10 +191,11 @@ def _used_tiles(
     to_position = (found.seq_lens - found.cu_seqlens_q[1:]).long()
     first = torch.maximum(begin, tile_start) + to_position
     stop = torch.minimum(end, tile_start + q_tile) + to_position
-    block_tokens = found.rows_per_block * found.spec.tokens_per_row
-    is_used = is_held & (number * block_tokens < stop[..., None]) & (first < stop)[..., None]
+    tokens_per_row = found.spec.tokens_per_row
+    block_tokens = found.rows_per_block * tokens_per_row
+    is_used = is_held & (number * block_tokens + tokens_per_row <= stop[..., None]) & (first < stop)[..., None]
     if found.spec.window is not None:
-        reach = first - found.spec.window * found.spec.tokens_per_row + 1
+        reach = first - found.spec.window * tokens_per_row + 1
         is_used &= (number + 1) * block_tokens > reach[..., None]
     used = torch.zeros(num_q_tiles, num_kv_tiles + 1, dtype=torch.bool, device=device)  # the last one is nobody's
     start = table.long() * block_rows

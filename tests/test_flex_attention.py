@@ -1,0 +1,336 @@
+"""flex_attention over pages in place: against attention in fp64 over the rows written, and the store's own reads."""
+
+import shutil
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_oracle import attend, expect_within_budget
+from store_cases import store_of
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+import kvstore
+from kvstore import Batch, KVStore, LayerSpec
+from kvstore.integrations.metadata import FlexMetadata, export_check, flex_finite_value, flex_metadata
+from kvstore_kernels.formats import latent_format
+
+F32 = torch.float32
+FULL, OTHER, WINDOW = "layers.0.attn", "layers.1.attn", "layers.2.attn"
+LAYOUTS = ["buckets", "bestfit", "overlay", "frames"]
+NUM_HEADS = 4
+
+
+def layers(window: int = 11) -> dict[str, LayerSpec]:
+    return {
+        FULL: kvstore.full_attention(2, 16, dtype=F32, block_size=8),
+        OTHER: kvstore.full_attention(2, 16, dtype=F32, block_size=16),
+        WINDOW: kvstore.sliding_window(2, 16, dtype=F32, block_size=4, window=window),
+    }
+
+
+@dataclass
+class World:
+    """A store whose memory was all NaN, and what its sequences have written to each layer, [length, heads, dim]."""
+
+    store: KVStore
+    written: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))
+
+    def __post_init__(self) -> None:
+        assert self.store._arena is not None
+        self.store._arena.memory.fill_(0xFF)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def open(self, *lengths: int) -> np.ndarray:
+        starts = np.cumsum([0, *lengths])
+        return self.store.open([range(start, start + n) for start, n in zip(starts, lengths, strict=False)]).seq_ids
+
+    def extend(self, seq_ids: Any, counts: Any, **more: Any) -> Batch:
+        """Reserves rows and writes random ones."""
+        store = self.store
+        batch = store.extend(seq_ids, counts, **more)
+        ends = np.cumsum(batch.num_new_tokens)[:-1].tolist()
+        for layer in store.plan.layers:
+            part = store.plan.spec(layer).format.parts
+            rows = [self.random(batch.num_tokens, item.num_heads, item.head_dim) for item in part]
+            store.write(layer, batch, *rows)
+            actual = [item[: batch.step.num_tokens].tensor_split(ends) for item in rows]
+            for seq_id, *new in zip(seq_ids.tolist(), *actual, strict=True):
+                old = self.written.get((layer, seq_id))
+                pairs = new if old is None else [torch.cat(pair) for pair in zip(old, new, strict=True)]
+                self.written[layer, seq_id] = pairs
+        return batch
+
+    def step(self, seq_ids: Any, counts: Any) -> None:
+        batch = self.extend(seq_ids, counts)
+        self.store.commit(batch, np.arange(batch.num_tokens))
+
+    def fork(self, seq_id: int, copies: int) -> list[int]:
+        made = self.store.fork(seq_id, copies).tolist()
+        for layer in self.store.plan.layers:
+            for copy in made:
+                self.written[layer, copy] = self.written[layer, seq_id]
+        return made
+
+    def exact(self, layer: str, batch: Batch, q: torch.Tensor) -> Any:
+        """What each query [T, heads, dim] must give, in fp64; padding has no rows."""
+        spec = self.store.plan.spec(layer)
+        keys, values, token = [], [], 0
+        ids = batch.seq_ids.tolist()
+        for seq_id, count in zip(ids, batch.num_new_tokens.tolist(), strict=True):
+            for _ in range(count):
+                position = int(batch.positions[token])
+                first = 0 if spec.window is None else max(position - spec.window + 1, 0)
+                if spec.chunk:
+                    first = position // spec.chunk * spec.chunk
+                rows = self.written[layer, seq_id]
+                value = rows[-1] if spec.format.value_dim is None else rows[0][..., : spec.format.value_dim]
+                keys.append(rows[0][first : position + 1])
+                values.append(value[first : position + 1])
+                token += 1
+        for _ in range(batch.num_tokens - token):
+            keys.append(rows[0][:0])
+            values.append(value[:0])
+        return attend(q, keys, values, q.shape[-1] ** -0.5)
+
+
+def make(layout: str = "overlay", specs: dict[str, LayerSpec] | None = None, **limits: Any) -> World:
+    defaults = {"max_sequences": 8, "max_length": 128, "max_tokens_per_step": 48, "max_in_flight": 1}
+    return World(store_of(specs or layers(), 60, layout=layout, zero_new=True, **{**defaults, **limits}))
+
+
+def eager(world: World, layer: str, batch: Batch, q: torch.Tensor, **tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE [T, heads, ...] of flex_attention without a compiler, which reads every row of the slot tensor."""
+    meta = flex_metadata(world.store, layer, batch, **tiles)
+    value = flex_finite_value(world.store, layer, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # not even dynamo: the formula itself
+        out, aux = flex_attention(
+            q.transpose(0, 1)[None],
+            meta.key,
+            value,
+            block_mask=meta.block_mask,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
+    return out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
+
+
+def expect_flex(world: World, layer: str, batch: Batch, **tiles: int) -> torch.Tensor:
+    """Checks eager flex_attention of one layer against fp64. Returns the queries."""
+    dim = world.store.plan.spec(layer).format.parts[0].head_dim
+    q = world.random(batch.num_tokens, NUM_HEADS, dim)
+    expect_within_budget(eager(world, layer, batch, q, **tiles), world.exact(layer, batch, q))
+    return q
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefill_and_decode_of_full_and_window_layers_in_one_memory(layout: str) -> None:
+    world = make(layout)
+    seq_ids = world.open(21, 8, 3)
+    world.step(seq_ids[:2], [21, 8])
+    for layer in layers():
+        assert export_check(world.store, layer, "flex") == []
+    mixed = world.extend(seq_ids, [30, 1, 3])
+    for layer in (FULL, WINDOW):
+        expect_flex(world, layer, mixed)
+    world.store.commit(mixed, np.arange(34))
+    world.step(seq_ids[:1], [31])  # 82 tokens: the window's 15 columns of 4 have been used again
+    batch = world.extend(seq_ids, 1)
+    for layer in (OTHER, WINDOW):
+        q = expect_flex(world, layer, batch)
+        expect_within_budget(world.store.gqa_decode(layer, batch, q), world.exact(layer, batch, q))
+
+
+def test_layers_that_share_a_slot_tensor_do_share_it() -> None:
+    world = make("overlay")
+    batch = world.extend(world.open(5), 5)
+    keys = {layer: flex_metadata(world.store, layer, batch).key for layer in layers()}
+    assert len({key.untyped_storage().data_ptr() for key in keys.values()}) == 1
+    # Rows of 2 * 16 * 4 = 128 B; the block of 4,096 B of the largest page is 32 of them, pages of 8, 16 and 4 rows.
+    assert {layer: flex_metadata(world.store, layer, batch).block_rows for layer in layers()} == dict.fromkeys(keys, 32)
+    assert {layer: tuple(key.shape) for layer, key in keys.items()} == {
+        FULL: (1, 2, 59 * 32 + 8, 16),
+        OTHER: (1, 2, 59 * 32 + 16, 16),
+        WINDOW: (1, 2, 59 * 32 + 4, 16),
+    }
+    assert {tuple(key.stride()[1:]) for key in keys.values()} == {(16, 32, 1)}
+
+
+def mask_of(meta: FlexMetadata, num_tokens: int) -> torch.Tensor:
+    """bool [T, rows], the mask asked for every pair."""
+    query, row = torch.arange(num_tokens)[:, None], torch.arange(meta.key.shape[2])[None]
+    return meta.mask_mod(torch.tensor(0), torch.tensor(0), query, row).expand(num_tokens, -1)
+
+
+def wanted_mask(store: KVStore, layer: str, batch: Batch, block_rows: int) -> torch.Tensor:
+    """The same from slots and from what the kind of the layer says, row by row."""
+    spec, per_block = store.plan.spec(layer), store.plan.spec(layer).rows_per_block
+    longest = int(batch.seq_lens.max()) // spec.tokens_per_row
+    num_real = len(batch.seq_ids)
+    slots = store.slots_of(layer, batch, torch.arange(longest).expand(num_real, -1)).tolist()
+    num_blocks = store.plan.num_blocks[store.plan.group_index(layer)]
+    mask = torch.zeros(batch.num_tokens, (num_blocks - 1) * block_rows + per_block, dtype=torch.bool)
+    token = 0
+    for seq_idx, count in enumerate(batch.num_new_tokens.tolist()):
+        for _ in range(count):
+            position = int(batch.positions[token])
+            end = (position + 1) // spec.tokens_per_row
+            first = 0 if spec.window is None else max(end - spec.window, 0)
+            if spec.chunk:
+                first = position // spec.chunk * spec.chunk
+            for slot in slots[seq_idx][first:end]:
+                assert slot >= 0
+                mask[token, slot // per_block * block_rows + slot % per_block] = True
+            token += 1
+    return mask
+
+
+def expect_mask(store: KVStore, layer: str, batch: Batch, *, q_tile: int = 4, kv_tile: int | None = None) -> None:
+    """The mask is the wanted one, and the block mask leads to its tiles; to no others where a tile is a page."""
+    meta = flex_metadata(store, layer, batch, q_tile=q_tile, kv_tile=kv_tile)
+    mask = wanted_mask(store, layer, batch, meta.block_rows)
+    assert torch.equal(mask_of(meta, batch.num_tokens), mask)
+    dense = meta.block_mask.to_dense()[0, 0].bool()
+    num_q, num_kv = dense.shape
+    height, width = meta.block_mask.BLOCK_SIZE
+    padded = torch.zeros(num_q * height, num_kv * width, dtype=torch.bool)
+    padded[: mask.shape[0], : mask.shape[1]] = mask
+    needed = padded.view(num_q, height, num_kv, width).any(3).any(1)
+    assert (dense | ~needed).all(), "a tile with visible rows is left out"
+    spec = store.plan.spec(layer)
+    if width == spec.rows_per_block and spec.chunk is None:
+        assert torch.equal(dense, needed), "a tile without visible rows is looked at"
+
+
+KINDS = {
+    "full": kvstore.full_attention(2, 8, dtype=F32, block_size=4),
+    "full, packed": replace(
+        kvstore.full_attention(2, 8, 4, dtype=F32, block_size=4, packed=True), block_stride_multiple=96
+    ),
+    "full, one row": kvstore.full_attention(2, 8, dtype=F32, block_size=1),
+    "full, window": LayerSpec("full", 4, kvstore.full_attention(2, 8, dtype=F32).format, window=7),
+    "window": kvstore.sliding_window(2, 8, dtype=F32, block_size=2, window=5),
+    "window of one": kvstore.sliding_window(2, 8, dtype=F32, block_size=4, window=1),
+    "chunked": kvstore.chunked_attention(2, 8, dtype=F32, block_size=4, chunk=6),
+    "latent": kvstore.latent(16, 8, dtype=F32, block_size=4),
+    "latent, 4 tokens a row": kvstore.latent(16, 8, dtype=F32, block_size=8, tokens_per_row=4),
+    "latent window": LayerSpec("latent_window", 4, latent_format(16, 8, F32), window=6),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["overlay", "frames"])
+def test_the_mask_is_what_the_kind_of_the_layer_says(kind: str, layout: str) -> None:
+    wide = kvstore.full_attention(2, 8, dtype=F32, block_size=16)
+    limits = {"max_tokens_per_step": 12, "max_in_flight": 1}
+    store = store_of({"layer": KINDS[kind], "wide": wide}, 120, layout=layout, **limits)
+    seq_ids = store.open([range(9), range(100, 101), range(200, 206)]).seq_ids
+    for counts in ([9, 1, 0], [2, 1, 6], [4, 0, 1], [1, 7, 1], [1, 1, 1], [9, 1, 2], [8, 1, 3], [9, 0, 1], [7, 2, 2]):
+        batch = store.extend(seq_ids, counts)
+        expect_mask(store, "layer", batch)
+        store.commit(batch, np.zeros(sum(counts), int))
+    batch = store.extend(seq_ids[[2, 0]], 1, pad_to=5)
+    expect_mask(store, "layer", batch, q_tile=2)
+    expect_mask(store, "layer", batch, kv_tile=32)
+
+
+def test_tiles_that_no_query_needs_are_not_looked_at() -> None:
+    store = store_of({FULL: KINDS["full"], WINDOW: KINDS["window"]}, 60, layout="overlay", max_in_flight=1)
+    seq_ids = store.open([range(16), range(100, 108)]).seq_ids
+    batch = store.extend(seq_ids, [16, 8])
+    full = flex_metadata(store, FULL, batch, q_tile=8).block_mask
+    assert full.kv_num_blocks.tolist() == [[[2, 4, 2]]]  # tokens 0 ... 7 and 8 ... 15 of one, 0 ... 7 of the other
+    table = batch.block_table[store.plan.group_index(FULL)]
+    tiles = [sorted(row[:count]) for row, count in zip(full.kv_indices[0, 0].tolist(), (2, 4, 2), strict=True)]
+    per_block = flex_metadata(store, FULL, batch).block_rows // 4
+    assert tiles == [sorted(per_block * table[seq, :n].long()) for seq, n in ((0, 2), (0, 4), (1, 2))]
+    window = flex_metadata(store, WINDOW, batch, q_tile=8).block_mask  # of 5: tokens 8 ... 15 see 4 ... 15
+    assert window.kv_num_blocks.tolist() == [[[4, 6, 4]]]
+
+
+def test_shared_blocks_belong_to_each_sequence_that_has_them() -> None:
+    world = make(specs={FULL: layers()[FULL], WINDOW: layers()[WINDOW]})
+    (seq_id,) = world.open(21)
+    world.step(np.array([seq_id]), 21)
+    seq_ids = np.array([seq_id, *world.fork(seq_id, 2)])
+    batch = world.extend(seq_ids, [1, 2, 3])
+    table = batch.block_table[world.store.plan.group_index(FULL)]
+    assert table[0, 0] == table[1, 0] == table[2, 0]
+    for layer in (FULL, WINDOW):
+        expect_mask(world.store, layer, batch)
+    expect_flex(world, FULL, batch)
+    world.store.commit(batch, np.arange(6))
+    found = world.store.open([[*range(21), 7]])  # a hit: blocks of a sequence that is not in the batch beside its own
+    assert found.cached_tokens[0] == 16
+    other = world.store.extend(found.seq_ids, 6)
+    expect_mask(world.store, FULL, other)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["pad_to", "graph"])
+def test_padding_sees_nothing_and_gives_zeros(graph: bool) -> None:
+    world = make()
+    seq_ids = world.open(9, 17)
+    world.step(seq_ids, [9, 17])
+    more = {"graph": world.store.graph_batch(5)} if graph else {"pad_to": 5}
+    batch = world.extend(seq_ids, 1, **more)
+    for layer in (FULL, WINDOW):
+        q = world.random(5, NUM_HEADS, 16)
+        got = eager(world, layer, batch, q)
+        expect_within_budget(got, world.exact(layer, batch, q))
+        assert not got[0][2:].any()
+        assert (got[1][2:] == -torch.inf).all()
+
+
+def test_chunks_and_latent_rows() -> None:
+    world = make(specs={"chunked": KINDS["chunked"], "latent": KINDS["latent"]})
+    seq_ids = world.open(13, 2)
+    world.step(seq_ids[:1], [13])
+    batch = world.extend(seq_ids, [4, 2])
+    for layer in world.store.plan.layers:
+        expect_flex(world, layer, batch)
+    meta = flex_metadata(world.store, "latent", batch)
+    assert (meta.value.shape[3], meta.value.data_ptr()) == (8, meta.key.data_ptr())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiled_it_reads_the_pages_in_place_and_no_nan_of_others() -> None:
+    """All memory but the batch's own pages is NaN, and V is the slot tensor itself."""
+    world = make("overlay")
+    seq_ids = world.open(21, 8, 3)
+    for count in (21, 40, 40):
+        world.step(seq_ids[:1], [count])
+    world.step(seq_ids[1:2], [8])
+    batch = world.extend(seq_ids, [20, 1, 3])
+    meta = flex_metadata(world.store, WINDOW, batch)
+    assert meta.value.isnan().any()
+    q = world.random(24, NUM_HEADS, 16)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    with torch.no_grad():
+        out = compiled(q.transpose(0, 1)[None], meta.key, meta.value, block_mask=meta.block_mask, enable_gqa=True)
+    exact = world.exact(WINDOW, batch, q)
+    expect_within_budget((out[0].transpose(0, 1), exact.lse), exact)
+
+
+def test_pages_that_are_no_axis_of_rows_are_refused() -> None:
+    odd = kvstore.full_attention(2, 16, dtype=F32, block_size=4, padded_page_bytes=1040)
+    store = store_of({FULL: kvstore.full_attention(2, 16, dtype=F32, block_size=4), OTHER: odd}, layout="overlay")
+    batch = store.extend(store.open([range(3)]).seq_ids, 3)
+    reason = (
+        r"block stride: expected a whole number of rows of 128 B, got 1040 B: LayerSpec\(block_stride_multiple=128\)"
+    )
+    with pytest.raises(ValueError, match=f"layer: '{FULL}' cannot be read by flex: {reason}"):
+        flex_metadata(store, FULL, batch)
+    uneven = store_of({FULL: kvstore.full_attention(2, 16, 8, dtype=F32, block_size=4)})
+    assert export_check(uneven, FULL, "flex") == [
+        "rows: expected K and V of one pitch, got 128 and 64 B: full_attention(packed=True) "
+        "[torch 2.13, one index for key and value]"
+    ]
+    for name in ("q_tile", "kv_tile"):
+        with pytest.raises(ValueError, match=f"{name}: expected an integer of at least 1, got 0"):
+            flex_metadata(make().store, FULL, None, **{name: 0})  # type: ignore[arg-type]
