@@ -1,132 +1,18 @@
 """flex_attention over pages in place: against attention in fp64 over the rows written, and the store's own reads."""
 
-import shutil
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from attention_oracle import attend, expect_within_budget
+from attention_oracle import expect_within_budget
+from flex_world import F32, FULL, LAYOUTS, OTHER, WINDOW, eager, expect_flex, layers, make
 from store_cases import store_of
-from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 import kvstore
 from kvstore import Batch, KVStore, LayerSpec
-from kvstore.integrations.metadata import FlexMetadata, export_check, flex_finite_value, flex_metadata
+from kvstore.integrations.metadata import FlexMetadata, export_check, flex_metadata
 from kvstore_kernels.formats import latent_format
-
-F32 = torch.float32
-FULL, OTHER, WINDOW = "layers.0.attn", "layers.1.attn", "layers.2.attn"
-LAYOUTS = ["buckets", "bestfit", "overlay", "frames"]
-NUM_HEADS = 4
-
-
-def layers(window: int = 11) -> dict[str, LayerSpec]:
-    return {
-        FULL: kvstore.full_attention(2, 16, dtype=F32, block_size=8),
-        OTHER: kvstore.full_attention(2, 16, dtype=F32, block_size=16),
-        WINDOW: kvstore.sliding_window(2, 16, dtype=F32, block_size=4, window=window),
-    }
-
-
-@dataclass
-class World:
-    """A store whose memory was all NaN, and what its sequences have written to each layer, [length, heads, dim]."""
-
-    store: KVStore
-    written: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))
-
-    def __post_init__(self) -> None:
-        assert self.store._arena is not None
-        self.store._arena.memory.fill_(0xFF)
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
-
-    def open(self, *lengths: int) -> np.ndarray:
-        starts = np.cumsum([0, *lengths])
-        return self.store.open([range(start, start + n) for start, n in zip(starts, lengths, strict=False)]).seq_ids
-
-    def extend(self, seq_ids: Any, counts: Any, **more: Any) -> Batch:
-        """Reserves rows and writes random ones."""
-        store = self.store
-        batch = store.extend(seq_ids, counts, **more)
-        ends = np.cumsum(batch.num_new_tokens)[:-1].tolist()
-        for layer in store.plan.layers:
-            part = store.plan.spec(layer).format.parts
-            rows = [self.random(batch.num_tokens, item.num_heads, item.head_dim) for item in part]
-            store.write(layer, batch, *rows)
-            actual = [item[: batch.step.num_tokens].tensor_split(ends) for item in rows]
-            for seq_id, *new in zip(seq_ids.tolist(), *actual, strict=True):
-                old = self.written.get((layer, seq_id))
-                pairs = new if old is None else [torch.cat(pair) for pair in zip(old, new, strict=True)]
-                self.written[layer, seq_id] = pairs
-        return batch
-
-    def step(self, seq_ids: Any, counts: Any) -> None:
-        batch = self.extend(seq_ids, counts)
-        self.store.commit(batch, np.arange(batch.num_tokens))
-
-    def fork(self, seq_id: int, copies: int) -> list[int]:
-        made = self.store.fork(seq_id, copies).tolist()
-        for layer in self.store.plan.layers:
-            for copy in made:
-                self.written[layer, copy] = self.written[layer, seq_id]
-        return made
-
-    def exact(self, layer: str, batch: Batch, q: torch.Tensor) -> Any:
-        """What each query [T, heads, dim] must give, in fp64; padding has no rows."""
-        spec = self.store.plan.spec(layer)
-        keys, values, token = [], [], 0
-        ids = batch.seq_ids.tolist()
-        for seq_id, count in zip(ids, batch.num_new_tokens.tolist(), strict=True):
-            for _ in range(count):
-                position = int(batch.positions[token])
-                first = 0 if spec.window is None else max(position - spec.window + 1, 0)
-                if spec.chunk:
-                    first = position // spec.chunk * spec.chunk
-                rows = self.written[layer, seq_id]
-                value = rows[-1] if spec.format.value_dim is None else rows[0][..., : spec.format.value_dim]
-                keys.append(rows[0][first : position + 1])
-                values.append(value[first : position + 1])
-                token += 1
-        for _ in range(batch.num_tokens - token):
-            keys.append(rows[0][:0])
-            values.append(value[:0])
-        return attend(q, keys, values, q.shape[-1] ** -0.5)
-
-
-def make(layout: str = "overlay", specs: dict[str, LayerSpec] | None = None, **limits: Any) -> World:
-    defaults = {"max_sequences": 8, "max_length": 128, "max_tokens_per_step": 48, "max_in_flight": 1}
-    return World(store_of(specs or layers(), 60, layout=layout, zero_new=True, **{**defaults, **limits}))
-
-
-def eager(world: World, layer: str, batch: Batch, q: torch.Tensor, **tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE [T, heads, ...] of flex_attention without a compiler, which reads every row of the slot tensor."""
-    meta = flex_metadata(world.store, layer, batch, **tiles)
-    value = flex_finite_value(world.store, layer, batch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # not even dynamo: the formula itself
-        out, aux = flex_attention(
-            q.transpose(0, 1)[None],
-            meta.key,
-            value,
-            block_mask=meta.block_mask,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-        )
-    return out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
-
-
-def expect_flex(world: World, layer: str, batch: Batch, **tiles: int) -> torch.Tensor:
-    """Checks eager flex_attention of one layer against fp64. Returns the queries."""
-    dim = world.store.plan.spec(layer).format.parts[0].head_dim
-    q = world.random(batch.num_tokens, NUM_HEADS, dim)
-    expect_within_budget(eager(world, layer, batch, q, **tiles), world.exact(layer, batch, q))
-    return q
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -229,7 +115,7 @@ KINDS = {
 def test_the_mask_is_what_the_kind_of_the_layer_says(kind: str, layout: str) -> None:
     wide = kvstore.full_attention(2, 8, dtype=F32, block_size=16)
     limits = {"max_tokens_per_step": 12, "max_in_flight": 1}
-    store = store_of({"layer": KINDS[kind], "wide": wide}, 120, layout=layout, **limits)
+    store = store_of({"layer": KINDS[kind], "wide": wide}, 100, layout=layout, **limits)
     seq_ids = store.open([range(9), range(100, 101), range(200, 206)]).seq_ids
     for counts in ([9, 1, 0], [2, 1, 6], [4, 0, 1], [1, 7, 1], [1, 1, 1], [9, 1, 2], [8, 1, 3], [9, 0, 1], [7, 2, 2]):
         batch = store.extend(seq_ids, counts)
@@ -280,11 +166,10 @@ def test_padding_sees_nothing_and_gives_zeros(graph: bool) -> None:
     more = {"graph": world.store.graph_batch(5)} if graph else {"pad_to": 5}
     batch = world.extend(seq_ids, 1, **more)
     for layer in (FULL, WINDOW):
-        q = world.random(5, NUM_HEADS, 16)
-        got = eager(world, layer, batch, q)
-        expect_within_budget(got, world.exact(layer, batch, q))
-        assert not got[0][2:].any()
-        assert (got[1][2:] == -torch.inf).all()
+        q = expect_flex(world, layer, batch)
+        out, lse = eager(world, layer, batch, q)
+        assert not out[2:].any()
+        assert (lse[2:] == -torch.inf).all()
 
 
 def test_chunks_and_latent_rows() -> None:
@@ -298,27 +183,8 @@ def test_chunks_and_latent_rows() -> None:
     assert (meta.value.shape[3], meta.value.data_ptr()) == (8, meta.key.data_ptr())
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_compiled_it_reads_the_pages_in_place_and_no_nan_of_others() -> None:
-    """All memory but the batch's own pages is NaN, and V is the slot tensor itself."""
-    world = make("overlay")
-    seq_ids = world.open(21, 8, 3)
-    for count in (21, 40, 40):
-        world.step(seq_ids[:1], [count])
-    world.step(seq_ids[1:2], [8])
-    batch = world.extend(seq_ids, [20, 1, 3])
-    meta = flex_metadata(world.store, WINDOW, batch)
-    assert meta.value.isnan().any()
-    q = world.random(24, NUM_HEADS, 16)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    with torch.no_grad():
-        out = compiled(q.transpose(0, 1)[None], meta.key, meta.value, block_mask=meta.block_mask, enable_gqa=True)
-    exact = world.exact(WINDOW, batch, q)
-    expect_within_budget((out[0].transpose(0, 1), exact.lse), exact)
-
-
 def test_pages_that_are_no_axis_of_rows_are_refused() -> None:
-    odd = kvstore.full_attention(2, 16, dtype=F32, block_size=4, padded_page_bytes=1040)
+    odd = kvstore.sliding_window(2, 16, dtype=F32, block_size=4, window=9, padded_page_bytes=1040)
     store = store_of({FULL: kvstore.full_attention(2, 16, dtype=F32, block_size=4), OTHER: odd}, layout="overlay")
     batch = store.extend(store.open([range(3)]).seq_ids, 3)
     reason = (
@@ -332,5 +198,5 @@ def test_pages_that_are_no_axis_of_rows_are_refused() -> None:
         "[torch 2.13, one index for key and value]"
     ]
     for name in ("q_tile", "kv_tile"):
-        with pytest.raises(ValueError, match=f"{name}: expected an integer of at least 1, got 0"):
+        with pytest.raises(ValueError, match=f"{name}: expected an integer >= 1, got 0"):
             flex_metadata(make().store, FULL, None, **{name: 0})  # type: ignore[arg-type]

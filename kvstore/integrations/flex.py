@@ -78,9 +78,11 @@ def flex_metadata(
     from torch.nn.attention.flex_attention import BlockMask
 
     expect_int("q_tile", q_tile, 1)
+    if kv_tile is not None:
+        expect_int("kv_tile", kv_tile, 1)
     found = layer_batch(store, layer, batch, "flex")
     key, value, block_rows = _row_axes(found)
-    tile = gcd(block_rows, found.rows_per_block) if kv_tile is None else expect_int("kv_tile", kv_tile, 1)
+    tile = gcd(block_rows, found.rows_per_block) if kv_tile is None else kv_tile
     number, is_held = _held(found)
     mask_mod = _mask_mod(found, block_rows, _number_of_block(found, number, is_held))
     is_used = _used_tiles(found, number, is_held, key.shape[2], block_rows, q_tile, tile)
