@@ -8,6 +8,7 @@ BENCHMARKS = {
     "aot": ("benchmarks.aot", "compile every kernel for five chips: registers, spills, access widths, gates"),
     "aot-all": ("benchmarks.aot_all", "the same under Triton 3.6, 3.7 and 3.9, installed apart (about 2 GB)"),
     "engine": ("benchmarks.engine", "the demo's engine against transformers' generate, on a CPU"),
+    "families": ("benchmarks.families", "models of transformers on the store's pages, beside its own cache"),
     "gpu": ("benchmarks.gpu", "every op on a GPU against the reference, a captured graph, times beside a copy"),
     "kernels": ("benchmarks.kernels", "speed of the ops on a CPU, beside torch doing the same work"),
     "planner": (

@@ -63,7 +63,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "deepseek-v2": lambda: _make("DeepseekV2", {**_MLA, "topk_method": "greedy"}),
     "deepseek-v3": lambda: _make("DeepseekV3", _MLA),
     "deepseek-v3.2": lambda: _make(
-        "DeepseekV32", {**_MLA, "index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
+        "DeepseekV32", {**_MLA, "index_topk": 16, "index_n_heads": 32, "index_head_dim": 16}
     ),
     "deepseek-v4": lambda: _make(
         "DeepseekV4",

@@ -54,6 +54,8 @@ class KVStoreCache(Cache):
     ) -> None:
         if not isinstance(store, KVStore):
             raise TypeError(f"store: expected a KVStore, got {type(store).__name__}")
+        for layer in store.plan.layers[:1]:
+            store.page_view(layer)  # raises where a store keeps books only
         self.store = store
         self.prompts, self.pads = prompts_of(input_ids, attention_mask)
         super().__init__(layers=make_layers(self, store.plan))

@@ -65,7 +65,7 @@ class Forward:
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, num_columns, ...] -> [T, ...], the tokens of the batch one sequence behind the other."""
         packed = self.narrow(states).flatten(0, 1)
-        return packed if self._chosen is None else packed[self._chosen]
+        return packed.contiguous() if self._chosen is None else packed[self._chosen]
 
     def write(self, layer: str, *states: torch.Tensor) -> None:
         """Writes the rows of a layer: one tensor [rows, num_heads, num_columns, dim] per part.

@@ -34,6 +34,13 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the blocks are there."""
 
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raises: ValueError, a layer with a state has no K and V."""
+        raise ValueError(
+            f"store: layer {self.index} keeps a recurrent state in the plan, and K and V in the model: the plan is of "
+            "another config, plan_model(model) makes its own"
+        )
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Nothing: the cache moves all layers at once."""
 
