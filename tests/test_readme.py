@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["plan", "workers", "store", "keeps", "kernels"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["plan", "workers", "store", "models", "keeps", "kernels"])
 def test_examples_run_and_print_what_their_comments_say(
     block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
