@@ -72,7 +72,8 @@ class KVStore(SleepOps, SequenceOps, LayerOps):
         clock: seconds, by which times to live run out. Ranks that must agree on block ids need the same times.
 
     Attributes:
-        plan, device: as given; `plan.group_index(layer)` is the number of a layer's group in the tuples of a batch.
+        plan, device, stored: as given; `plan.group_index(layer)` is the number of a layer's group in the tuples of a
+            batch.
 
     Raises: ValueError / TypeError that name the argument.
     """
@@ -115,7 +116,7 @@ class KVStore(SleepOps, SequenceOps, LayerOps):
             raise ValueError(f"stored: expected 'all' or 'tail', got {stored!r}")
         if not callable(clock):
             raise TypeError(f"clock: expected a function that returns seconds, got {clock!r}")
-        self.plan = plan
+        self.plan, self.stored = plan, stored
         self.device = _checked_device("cpu" if device is None else device)
         self._backend = kernels.resolve_backend(backend, self.device)
         self._books = Books(

@@ -54,6 +54,8 @@ class KVStoreCache(Cache):
     ) -> None:
         if not isinstance(store, KVStore):
             raise TypeError(f"store: expected a KVStore, got {type(store).__name__}")
+        if store.stored != "all":
+            raise ValueError(f"store: expected one that stores all rows (stored='all'), got stored={store.stored!r}")
         for layer in store.plan.layers[:1]:
             store.page_view(layer)  # raises where a store keeps books only
         self.store = store
