@@ -172,6 +172,13 @@ def test_padding_sees_nothing_and_gives_zeros(graph: bool) -> None:
         assert (lse[2:] == -torch.inf).all()
 
 
+def test_padding_does_not_see_the_null_block_where_tables_have_one_column() -> None:
+    world = make()
+    batch = world.extend(world.open(1), 1, pad_to=3)
+    assert batch.block_table[world.store.plan.group_index(FULL)].shape == (3, 1)
+    assert not mask_of(flex_metadata(world.store, FULL, batch), 3)[1:].any()
+
+
 def test_chunks_and_latent_rows() -> None:
     world = make(specs={"chunked": KINDS["chunked"], "latent": KINDS["latent"]})
     seq_ids = world.open(13, 2)

@@ -7,7 +7,9 @@ from reader_stores import BF16, FULL, LATENT, WINDOW, gqa_store, latent_store, r
 from store_cases import prefill, store_of
 
 import kvstore
+from kvstore import LayerSpec
 from kvstore.integrations.metadata import flashinfer_metadata, flashinfer_mla_metadata, vllm_metadata
+from kvstore_kernels import kv_format
 
 # vLLM and FlashAttention
 
@@ -30,13 +32,13 @@ def test_vllm_metadata_is_the_batch_itself() -> None:
     assert marked.tolist() == [meta.block_table[0].tolist(), [*meta.block_table[1, :2].tolist(), -1]]
 
 
-@pytest.mark.parametrize("sentinel", [0, -1])
-def test_the_table_of_a_window_is_unrolled_into_logical_columns(sentinel: int) -> None:
-    store = gqa_store()
+@pytest.mark.parametrize(("sentinel", "rollback", "width"), [(0, 0, 7), (-1, 0, 7), (0, 40, 9)])
+def test_the_table_of_a_window_is_unrolled_into_logical_columns(sentinel: int, rollback: int, width: int) -> None:
+    store = gqa_store(rollback=rollback)  # with it, blocks are held that no token sees any more
     seq_ids = prefill(store, range(60), range(100, 103))
     run(store, seq_ids[:1], 50, 60)
-    batch = store.extend(seq_ids, [3, 1])  # 173 and 4 tokens: 11 columns of 16, in a ring of 7
-    assert batch.block_table[store.plan.group_index(WINDOW)].shape == (2, 7)
+    batch = store.extend(seq_ids, [3, 1])  # 173 and 4 tokens: 11 columns of 16, in a ring of fewer
+    assert batch.block_table[store.plan.group_index(WINDOW)].shape == (2, width)
     meta = vllm_metadata(store, WINDOW, batch, sentinel=sentinel)
     assert (meta.block_table.shape, meta.block_table.dtype) == ((2, 11), torch.int32)
     # Position 170 sees 151 and on: blocks 9 and 10. The new rows 170, 171 and 172 lie in block 10.
@@ -47,6 +49,24 @@ def test_the_table_of_a_window_is_unrolled_into_logical_columns(sentinel: int) -
     assert [slot // 16 for slot in meta.slot_mapping.tolist()] == [int(meta.block_table[0, 10])] * 3 + [
         int(meta.block_table[1, 0])
     ]
+
+
+def test_the_table_of_a_window_is_the_batch_s_own_while_it_has_not_wrapped() -> None:
+    store = gqa_store()
+    batch = store.extend(prefill(store, range(60)), 3)
+    table = vllm_metadata(store, WINDOW, batch).block_table
+    assert (table.data_ptr(), table.shape) == (batch.block_table[store.plan.group_index(WINDOW)].data_ptr(), (1, 4))
+
+
+def test_a_batch_of_padding_alone() -> None:
+    store = gqa_store()
+    batch = store.extend(np.zeros(0, np.int64), 1, pad_to=3)
+    meta = vllm_metadata(store, FULL, batch)
+    assert (meta.max_query_len, meta.max_seq_len, meta.num_actual_tokens) == (1, 0, 0)
+    assert (meta.seq_lens.tolist(), meta.slot_mapping.tolist()) == ([0, 0, 0], [-1, -1, -1])
+    assert not meta.block_table.any()
+    pages = flashinfer_metadata(store, FULL, batch)
+    assert (pages.paged_kv_indptr.tolist(), pages.positions.tolist()) == ([0, 0, 0, 0], [])
 
 
 def test_every_step_of_a_window_finds_its_rows_by_column() -> None:
@@ -160,6 +180,13 @@ def test_flashinfer_appends_where_the_store_would_write() -> None:
     assert padded.paged_kv_indptr.diff().tolist() == [2, 1, 0, 0]  # position 179 sees 160 and on
     assert padded.paged_kv_last_page_len.tolist() == [4, 6, 0, 0]
     assert (padded.batch_indices.tolist(), padded.positions.tolist()) == ([0, 1], [19, 5])
+
+
+def test_a_window_over_rows_that_are_all_kept_counts_positions_from_the_first_token() -> None:
+    spec = LayerSpec("full", 16, kv_format(2, 64, dtype=BF16), window=20)
+    store = store_of({FULL: spec}, 20)
+    meta = flashinfer_metadata(store, FULL, store.extend(prefill(store, range(60)), 1))
+    assert (meta.paged_kv_indptr.tolist(), meta.positions.tolist(), meta.window_left) == ([0, 4], [60], 19)
 
 
 def test_flashinfer_mla_sees_nope_and_rope_of_one_row() -> None:
