@@ -25,8 +25,9 @@ EQUAL = tuple((n, n) for n in (1, 3, 4, 5, WINDOW - 1, WINDOW, WINDOW + 1, 2 * W
 
 SEEDS = {3: 4, 4: 3, WINDOW - 1: 1, WINDOW: 2, 2 * WINDOW: 2, 127: 1, 129: 1, 256: 3}
 """Of batches of one length, where it is not 0: with these prompts no choice among rows, experts or tokens is closer
-than 1e-4, so that rounding flips none. A choice that is flipped, as between a token that was decoded and the same token in
-a prompt, is another text on any cache; models that choose rows by an indexer have thousands of choices in a run."""
+than 1e-4, so that rounding flips none. A choice that is flipped, as between a token that was decoded and the same token
+in a prompt, is another text on any cache; models that choose rows by an indexer have thousands of choices in a run.
+"""
 
 BLOCK_SIZES = {"deepseek-v4": 128}
 
