@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvstore import Batch, KVStore, Namespace, OutOfBlocks
-from kvstore.demo.model import Llama
+from kvstore.demo.protocol import Model
 from kvstore.demo.requests import Completion, Request
 from kvstore.demo.sampling import draws, sample
 from kvstore.demo.seats import Ints, Seats
@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         store: KVStore,
         *,
         max_running: int,

@@ -1,13 +1,13 @@
 """Llama: the forward pass of a Llama-family model over a `KVStore`, in plain torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kvstore import Batch, KVStore
+from kvstore.demo.prefill import Prefill, prefills
 
 
 class LowRank(NamedTuple):
@@ -30,15 +30,6 @@ class _Layer(NamedTuple):
     low_ranks: tuple[LowRank, ...]  # of each adapter
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """One sequence of a prefill batch: its tokens in the batch, its rows in a gather, and what each token may see."""
-
-    tokens: slice
-    rows: slice
-    mask: torch.Tensor | None  # [num_tokens, num_rows] bool; None when the chunk starts the sequence
-
-
 class _Step(NamedTuple):
     """What all layers of a step share. A part is a batch, its tokens in the step, and its prefills (None: decode).
 
@@ -46,7 +37,7 @@ class _Step(NamedTuple):
     """
 
     store: KVStore
-    parts: list[tuple[Batch, slice, list[_Prefill] | None]]
+    parts: list[tuple[Batch, slice, list[Prefill] | None]]
     cos: torch.Tensor
     sin: torch.Tensor
     adapted: list[tuple[int, torch.Tensor]]
@@ -120,7 +111,7 @@ class Llama:
         parts, first = [], 0
         for batch in batches:
             last = first + batch.num_tokens
-            parts.append((batch, slice(first, last), None if batch.is_decode else _prefills(batch)))
+            parts.append((batch, slice(first, last), None if batch.is_decode else prefills(batch)))
             first = last
         adapted = []
         if adapter_idx is not None:
@@ -147,13 +138,13 @@ class Llama:
         rotated = torch.addcmul(rotated * step.cos, rotated.roll(self.head_dim // 2, -1), step.sin)
         query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
         attended = []
-        for batch, tokens, prefills in step.parts:
+        for batch, tokens, of_sequences in step.parts:
             step.store.write(layer.name, batch, key[tokens], value[tokens])
-            if prefills is None:
+            if of_sequences is None:
                 attended.append(step.store.gqa_decode(layer.name, batch, query[tokens])[0])
             else:
                 keys, values = step.store.gather(layer.name, batch)
-                attended += [_prefill_attention(prefill, query[tokens], keys, values) for prefill in prefills]
+                attended += [prefill.attention(query[tokens], keys, values) for prefill in of_sequences]
         joined = attended[0] if len(attended) == 1 else torch.cat(attended)
         return torch.addmm(hidden, joined.reshape(len(hidden), -1), layer.out)
 
@@ -190,31 +181,3 @@ def _fused_layer(state: dict[str, torch.Tensor], index: int, low_ranks: tuple[Lo
         down=matrix("mlp.down"),
         low_ranks=low_ranks,
     )
-
-
-def _prefill_attention(
-    prefill: _Prefill, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    attended = functional.scaled_dot_product_attention(
-        query[prefill.tokens].transpose(0, 1)[None],
-        keys[prefill.rows].transpose(0, 1)[None],
-        values[prefill.rows].transpose(0, 1)[None],
-        attn_mask=prefill.mask,
-        is_causal=prefill.mask is None,
-        enable_gqa=True,
-    )
-    return attended[0].transpose(0, 1)
-
-
-def _prefills(batch: Batch) -> list[_Prefill]:
-    result, first_token, first_row = [], 0, 0
-    for num_tokens, num_rows in zip(batch.num_new_tokens.tolist(), batch.seq_lens.tolist(), strict=True):
-        mask = None
-        if num_rows > num_tokens:
-            visible = torch.ones(num_tokens, num_rows, dtype=torch.bool, device=batch.seq_lens.device)
-            mask = visible.tril(num_rows - num_tokens)
-        tokens = slice(first_token, first_token + num_tokens)
-        rows = slice(first_row, first_row + num_rows)
-        result.append(_Prefill(tokens, rows, mask))
-        first_token, first_row = tokens.stop, rows.stop
-    return result

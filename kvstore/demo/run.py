@@ -3,20 +3,35 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstore import KVStore, OutOfBlocks, PlanError, plan_cache
+from kvstore import CachePlan, KVStore, OutOfBlocks, PlanError, StoreStats, plan_cache
 from kvstore.demo.engine import Completion, Engine, Request
 from kvstore.demo.model import Llama
 from kvstore.demo.prompts import PROMPTS
-from kvstore.demo.weights import DemoError, LoadedModel, load, locate
+from kvstore.demo.protocol import Model
+from kvstore.demo.tiny import TINY
+from kvstore.demo.weights import DemoError, LoadedModel, expect_transformers, load, locate
 
 BAD_USAGE = 2
+SMOLLM2 = "smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What the demo serves. `texts` are the prompts as they are shown; None for a random model without a tokenizer."""
+
+    loaded: LoadedModel
+    prompts: list[list[int]]
+    texts: Sequence[str] | None
+    plan: Callable[[], CachePlan]
+    model: Callable[[int], Model]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,19 +40,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse leaves by exception, also after --help
         return stop.code if isinstance(stop.code, int) else 0
+    num_threads = torch.get_num_threads()
     try:
         return _demo(options)
     except (DemoError, PlanError, OutOfBlocks) as error:
         print(f"kvstore demo: {error}", file=sys.stderr)
         return BAD_USAGE
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvstore demo", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", metavar="DIR", help="a Llama model's transformers folder (default: SmolLM2-135M)")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        default=SMOLLM2,
+        help=f"{SMOLLM2} (default: SmolLM2-135M), {' or '.join(TINY)} (random, of a hybrid family), or a Llama model's "
+        "transformers folder",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=parse_count, help="CPU threads (default: torch's)")
+    parser.add_argument("--threads", type=parse_count, help="CPU threads (default: torch's; 1 for a random model)")
     parser.add_argument("--max-tokens", type=parse_count, default=48, help="new tokens for each prompt (default: 48)")
     parser.add_argument("--temperature", type=parse_temperature, default=0.0, help="0, the default, is greedy")
     parser.add_argument(
@@ -67,19 +91,16 @@ def parse_temperature(text: str) -> float:
 
 def _demo(options: argparse.Namespace) -> int:
     console, progress = Console(), Console(stderr=True, style="dim")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if options.threads or options.model in TINY:
+        # A second thread costs products as small as a random model's more than it saves.
+        torch.set_num_threads(options.threads or 1)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise DemoError("--device: expected cpu, since torch sees no CUDA device here, got cuda")
-    if options.chunk < len(PROMPTS):
-        raise DemoError(f"--chunk: expected at least {len(PROMPTS)}, one token for each prompt, got {options.chunk}")
     plan_cache({}, memory=options.memory)  # refuses a size it cannot read, before the model takes its time
-    locate(options.model)
-    progress.print("Reading the model (transformers takes the file apart, half a minute) ...")
-    loaded = load(options.model, getattr(torch, options.dtype), options.device)
+    subject = _tiny(options) if options.model in TINY else _llama(options, progress)
+    loaded = subject.loaded
     requests = [
-        Request(_tokens(loaded, prompt), options.max_tokens, options.temperature, seed)
-        for seed, prompt in enumerate(PROMPTS)
+        Request(prompt, options.max_tokens, options.temperature, seed) for seed, prompt in enumerate(subject.prompts)
     ]
     longest = max(len(request.prompt) for request in requests)
     max_length = longest + options.max_tokens
@@ -90,10 +111,10 @@ def _demo(options: argparse.Namespace) -> int:
             f"less the {longest} of the longest prompt, got {options.max_tokens}"
         )
     try:
-        model = Llama(loaded.reference, max_length)
+        model = subject.model(max_length)
     except ValueError as error:
         raise DemoError(f"--model: {error}") from None
-    plan = plan_cache(loaded.reference.config, memory=options.memory, kv_dtype=options.dtype)
+    plan = subject.plan()
     console.print(f"[bold]The plan for {loaded.name}, {options.dtype}, {options.memory}[/bold]\n")
     console.print(f"{plan.explain()}\n", markup=False, highlight=False, soft_wrap=True)
 
@@ -111,16 +132,17 @@ def _demo(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     store.check()
 
-    console.print(_texts(loaded, requests, completions))
+    console.print(_texts(subject, requests, completions))
     stats = store.stats()
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     console.print(
         f"{num_tokens} new tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens per second "
-        f"on {torch.get_num_threads()} threads; at the peak {stats.peak_in_use} of {stats.num_blocks} blocks in use "
-        "(the null block not counted).",
+        f"on {torch.get_num_threads()} threads; {_peak(plan, stats)}.",
         highlight=False,
         soft_wrap=True,
     )
+    if subject.texts is None and not _again(engine, requests, completions, console):
+        return 1
     if options.temperature:
         console.print("Sampled texts are not compared with transformers'.")
         return 0
@@ -135,6 +157,56 @@ def _demo(options: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
+def _again(engine: Engine, requests: Sequence[Request], completions: Sequence[Completion], console: Console) -> bool:
+    """Serves the requests once more, and says what the store had kept. Returns whether the texts are the same."""
+    again = engine.generate(requests)
+    engine.store.check()
+    num_cached = sum(completion.cached_tokens for completion in again)
+    num_asked = sum(len(request.prompt) for request in requests)
+    console.print(
+        f"The same prompts again: {num_cached} of {num_asked} tokens are cached.", highlight=False, soft_wrap=True
+    )
+    same = [completion.samples for completion in again] == [completion.samples for completion in completions]
+    if not same:
+        console.print("The texts differ where rows come from the cache.", style="red")
+    return same
+
+
+def _llama(options: argparse.Namespace, progress: Console) -> _Subject:
+    _expect_chunk(options.chunk, len(PROMPTS))
+    folder = None if options.model == SMOLLM2 else options.model
+    locate(folder)
+    progress.print("Reading the model (transformers takes the file apart, half a minute) ...")
+    loaded = load(folder, getattr(torch, options.dtype), options.device)
+    return _Subject(
+        loaded,
+        [_tokens(loaded, prompt) for prompt in PROMPTS],
+        PROMPTS,
+        lambda: plan_cache(loaded.reference.config, memory=options.memory, kv_dtype=options.dtype),
+        lambda max_length: Llama(loaded.reference, max_length),
+    )
+
+
+def _tiny(options: argparse.Namespace) -> _Subject:
+    tiny, dtype = TINY[options.model], getattr(torch, options.dtype)
+    prompts = tiny.prompts()
+    _expect_chunk(options.chunk, len(prompts))
+    expect_transformers()
+    reference = tiny.reference(0).to(options.device, dtype)
+    return _Subject(
+        LoadedModel(options.model, reference, None),
+        prompts,
+        None,
+        lambda: plan_cache(tiny.caches(reference.config, dtype), memory=options.memory),
+        lambda max_length: tiny.model(reference, max_length),
+    )
+
+
+def _expect_chunk(chunk: int, num_prompts: int) -> None:
+    if chunk < num_prompts:
+        raise DemoError(f"--chunk: expected at least {num_prompts}, one token for each prompt, got {chunk}")
+
+
 def _tokens(loaded: LoadedModel, prompt: str) -> list[int]:
     """The prompt as the model's chat template has it; the plain text where the model has none."""
     if loaded.tokenizer.chat_template is None:
@@ -143,18 +215,30 @@ def _tokens(loaded: LoadedModel, prompt: str) -> list[int]:
     return list(loaded.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True).input_ids)
 
 
-def _texts(loaded: LoadedModel, requests: Sequence[Request], completions: Sequence[Completion]) -> Table:
+def _texts(subject: _Subject, requests: Sequence[Request], completions: Sequence[Completion]) -> Table:
+    loaded = subject.loaded
     table = Table(title="Texts", title_justify="left", title_style="bold", show_lines=True)
     for column in ("prompt tokens", "cached", "new"):
         table.add_column(column, justify="right")
     table.add_column("prompt", ratio=2)
     table.add_column("text", ratio=3)
-    for prompt, request, completion in zip(PROMPTS, requests, completions, strict=True):
-        counts = (len(request.prompt), completion.cached_tokens, len(completion.token_ids))
-        text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
+    for number, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        if subject.texts is None:
+            prompt, text = (" ".join(map(str, tokens)) for tokens in (request.prompt, completion.token_ids))
+        else:
+            prompt = subject.texts[number]
+            text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
         ended = completion.token_ids[-1] in loaded.eos_token_ids
+        counts = (len(request.prompt), completion.cached_tokens, len(completion.token_ids))
         table.add_row(*map(str, counts), Text(_shortened(prompt)), Text(text if ended else f"{text} ..."))
     return table
+
+
+def _peak(plan: CachePlan, stats: StoreStats) -> str:
+    """Where frames hold several blocks, blocks of groups differ in size, and are counted by themselves."""
+    if max(plan.blocks_per_frame, default=1) > 1:
+        return f"at the peak {stats.peak_in_use} blocks in use, in {stats.num_blocks} frames"
+    return f"at the peak {stats.peak_in_use} of {stats.num_blocks} blocks in use (the null block not counted)"
 
 
 def _shortened(prompt: str) -> str:

@@ -53,16 +53,28 @@ def locate(folder: str | None) -> Path:
 
     Raises: DemoError when the folder, a library or the package of the weights is missing.
     """
-    for module in LIBRARIES:
-        if importlib.util.find_spec(module) is None:
-            raise DemoError(
-                f"The demo needs the package {module}: pip install 'transformers>=5.0' 'gguf>=0.10' 'accelerate>=1.0'"
-            )
+    _expect_libraries(LIBRARIES)
     if folder is None:
         return find_smollm2()
     if not Path(folder, "config.json").is_file():
         raise DemoError(f"--model: expected a folder with a config.json, got {folder}")
     return Path(folder)
+
+
+def expect_transformers() -> None:
+    """Makes transformers quiet. Raises: DemoError when it is missing."""
+    _expect_libraries(LIBRARIES[:1])
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _expect_libraries(modules: Sequence[str]) -> None:
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise DemoError(
+                f"The demo needs the package {module}: pip install 'transformers>=5.0' 'gguf>=0.10' 'accelerate>=1.0'"
+            )
 
 
 def load(folder: str | None, dtype: torch.dtype, device: str = "cpu") -> LoadedModel:
