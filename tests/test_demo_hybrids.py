@@ -4,6 +4,7 @@ A Gemma-3-shaped model (two windows of 24, then a full layer) and a DeepSeek-V4-
 4 and of 128 tokens, an indexer, compressor states), each beside transformers' own generate of every prompt alone.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,15 @@ from kvstore.demo.tiny import TINY
 GEMMA, V4 = "gemma3-tiny", "deepseek-v4-tiny"
 LENGTHS = {GEMMA: (2, 15, 17, 23, 24, 25, 47, 49, 64), V4: (3, 4, 5, 23, 24, 25, 130, 255)}
 """Around the window, the blocks, and the compressed rows; beside the prompts that `Tiny.prompts` has."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products as small as these lose more to a second thread than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("layout", ["buckets", "bestfit", "overlay", "frames"])
