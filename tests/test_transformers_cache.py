@@ -125,6 +125,16 @@ def test_rows_that_found_more_than_others(family: str, attention: str) -> None:
     assert torch.equal(texts.output_ids, expected.output_ids)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3.2", "qwen3-next"])
+def test_chunks_that_are_nothing_but_padding_for_some_rows(family: str) -> None:
+    prompts = prompts_of((60, 3, 23), 1)
+    expected = family_runs.generate(use(family), prompts)
+    store = store_of(family, "overlay")
+    for chunk in (1, 7, 20):
+        texts, _ = family_runs.through_store(family, store, "pages", prompts, prefill_chunk_size=chunk)
+        assert torch.equal(texts.output_ids, expected.output_ids)
+
+
 def test_a_hit_leaves_one_token_to_compute() -> None:
     """The whole prompt is known: a first pass of one column, which is a decode step."""
     prompts = prompts_of((48,), 0)

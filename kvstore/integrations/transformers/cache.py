@@ -296,12 +296,13 @@ class KVStoreCache(Cache):
         if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
             return
         last = positions[:, -1].cpu().numpy()
-        wrong = np.broadcast_to(last, len(ends) * width) != np.repeat(ends - 1, width)
+        ends = np.repeat(ends, width)
+        wrong = (np.broadcast_to(last, len(ends)) != ends - 1) & (ends > 0)  # padding has any position
         if wrong.any():
             row = int(wrong.argmax())
             raise ValueError(
                 f"attention_mask: the model has the last token of row {row} at position "
-                f"{np.broadcast_to(last, len(wrong))[row]}, the cache at {ends[row // width] - 1}: expected the mask "
+                f"{np.broadcast_to(last, len(wrong))[row]}, the cache at {ends[row] - 1}: expected the mask "
                 "that the model sees, KVStoreCache(store, input_ids, attention_mask)"
             )
 
