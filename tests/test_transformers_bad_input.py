@@ -167,6 +167,18 @@ def test_another_batch_than_the_cache_was_made_with() -> None:
     expect_empty(store)
 
 
+def test_rows_per_prompt() -> None:
+    store = store_of("llama", "buckets")
+    with pytest.raises(ValueError, match="rows_per_prompt: expected an integer >= 1, got 0"):
+        KVStoreCache(store, IDS, rows_per_prompt=0)
+    with (
+        KVStoreCache(store, IDS[:1], rows_per_prompt=2) as cache,
+        pytest.raises(ValueError, match="the cache is of 1 rows times rows_per_prompt 2, the model's batch has 3"),
+    ):
+        own("llama").generate(IDS[:1], max_new_tokens=2, num_beams=3, cache=cache)
+    expect_empty(store)
+
+
 def test_outputs_of_another_call() -> None:
     store = store_of("llama", "buckets")
     with KVStoreCache(store, IDS, MASK) as cache:

@@ -62,13 +62,37 @@ def test_beams_share_the_blocks_of_their_prompt() -> None:
 def test_several_samples_of_a_prompt(family: str) -> None:
     input_ids, mask = batch_for(family)
     options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": True, "num_return_sequences": 3}
+    model = use(family)
     torch.manual_seed(3)
-    expected = use(family).generate(input_ids, **options)
+    expected = model.generate(input_ids, **options)
     store = store_of(family, "overlay")
+    model = use(family, "pages")
     torch.manual_seed(3)
     with KVStoreCache(store, input_ids, mask) as cache:
-        output = use(family, "pages").generate(input_ids, cache=cache, **options)
+        output = model.generate(input_ids, cache=cache, **options)
         cache.commit(output)
+    assert torch.equal(output, expected)
+    expect_empty(store)
+
+
+def test_beams_that_go_on_from_a_recurrent_state() -> None:
+    """A state is handed out before the module shows how many rows it has: the cache has to be told."""
+    prompts = prompts_of((33, 33), 0)
+    input_ids, mask = padded(prompts)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "num_beams": 3}
+    model = use("qwen3-next")
+    expected = model.generate(input_ids, **options)
+    store = store_of("qwen3-next", "frames")
+    family_runs.through_store("qwen3-next", store, "columns", prompts, prefill_chunk_size=16)
+    message = (
+        r"rows_per_prompt: the state that was found is for 2 rows, the model's batch has 6: expected KVStoreCache\("
+    )
+    with KVStoreCache(store, input_ids, mask) as cache, pytest.raises(ValueError, match=message):
+        model.generate(input_ids, cache=cache, **options)
+    expect_empty(store)
+    with KVStoreCache(store, input_ids, mask, rows_per_prompt=3) as cache:
+        assert cache.cached_tokens.tolist() == [16, 16]  # the state at 32 is left: two tokens are computed at least
+        output = model.generate(input_ids, cache=cache, **options)
     assert torch.equal(output, expected)
     expect_empty(store)
 

@@ -14,6 +14,7 @@ from kvstore.integrations.transformers.layers import PagedLayer
 from kvstore.integrations.transformers.model_layers import make_layers
 from kvstore.integrations.transformers.prompts import aligned_hits, prompts_of
 from kvstore.integrations.transformers.states import StateLayer
+from kvstore_kernels.checks import expect_int
 
 UNKNOWN_TOKEN = -1
 
@@ -35,6 +36,8 @@ class KVStoreCache(Cache):
         input_ids: int64 [n, L], as given to `generate`. Beams and several returned sequences share a prompt's rows.
         attention_mask: [n, L], 0 for padding, which is on the left. None: no padding.
         namespace, retention: as `KVStore.open`.
+        rows_per_prompt: rows that `generate` makes of each prompt: num_beams, or num_return_sequences. Needed only
+            where a model with recurrent states goes on from a found state; None: what the first pass shows.
 
     Attributes:
         length: columns computed so far, padding counted; the next forward pass begins there.
@@ -51,6 +54,7 @@ class KVStoreCache(Cache):
         *,
         namespace: Namespace | Sequence[Namespace | None] | None = None,
         retention: Sequence[KeepTokens] | Sequence[Sequence[KeepTokens]] | None = None,
+        rows_per_prompt: int | None = None,
     ) -> None:
         if not isinstance(store, KVStore):
             raise TypeError(f"store: expected a KVStore, got {type(store).__name__}")
@@ -69,6 +73,9 @@ class KVStoreCache(Cache):
                     "attention_mask: DeepSeek V4 compresses padding with the tokens behind it, in transformers too: "
                     f"expected prompts of one length, got padding of {self.pads.tolist()} tokens"
                 )
+        if rows_per_prompt is not None:
+            expect_int("rows_per_prompt", rows_per_prompt, 1)
+        self._rows_per_prompt = rows_per_prompt
         most = aligned_hits(store, self.prompts, self.pads, namespace) if self._moves_as_one else None
         opened = store.open(self.prompts, namespace, retention, max_cached_tokens=most)
         self.seq_ids, self._computed = opened.seq_ids, opened.cached_tokens.copy()
@@ -246,7 +253,10 @@ class KVStoreCache(Cache):
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
         """As `Forward.widen`, before a pass has begun as well."""
-        return rows if self._forward is None else self._forward.widen(rows)
+        if self._forward is not None:
+            return self._forward.widen(rows)
+        repeats = 1 if self._has_begun else self._rows_per_prompt or 1
+        return rows.repeat_interleave(repeats, dim=0)
 
     def blocks_to_read(self, index: int, layer: str) -> torch.Tensor:
         """int64 [n], where the state of a layer is before this pass; 0 for a row without one."""
@@ -275,10 +285,12 @@ class KVStoreCache(Cache):
 
     def _begin(self, num_rows: int, num_columns: int, passed_on: dict[str, Any] | None) -> Forward:
         width, rest = divmod(num_rows, len(self.seq_ids))
-        if rest or not width or (self._has_begun and width > 1):
+        wanted = 1 if self._has_begun else self._rows_per_prompt or width
+        if rest or not width or width != wanted:
             raise ValueError(
-                f"input_ids: the cache is of {len(self.seq_ids)} rows, the model's batch has {num_rows}: expected the "
-                "input_ids that the cache was made with"
+                f"input_ids: the cache is of {len(self.seq_ids)} rows"
+                + (f" times rows_per_prompt {wanted}" if wanted > 1 else "")
+                + f", the model's batch has {num_rows}: expected the input_ids that the cache was made with"
             )
         ends = self.length + num_columns - self.pads
         if not self._has_begun:

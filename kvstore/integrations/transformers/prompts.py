@@ -41,9 +41,9 @@ def aligned_hits(
     """How many tokens of each prompt can be found so that all rows go on from one column.
 
     For layers with a state, which cannot compute a token twice: a row is either found up to that column, or is nothing
-    but padding before it.
+    but padding before it. Two tokens are left to compute, so that the first pass is no decode step.
     """
-    found = store.lookup(prompts, namespace)
+    found = store.lookup(prompts, namespace, max_cached_tokens=[max(len(prompt) - 2, 0) for prompt in prompts])
     while True:
         column = int((pads + found).min())
         wanted = np.maximum(column - pads, 0)

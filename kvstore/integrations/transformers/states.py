@@ -60,6 +60,11 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """The inputs of the convolution [rows, channels, num_columns] with those before them, zeros at the start."""
+        if self._conv is not None and len(self._conv) != len(conv_states):
+            raise ValueError(
+                f"rows_per_prompt: the state that was found is for {len(self._conv)} rows, the model's batch has "
+                f"{len(conv_states)}: expected KVStoreCache(..., rows_per_prompt=num_beams or num_return_sequences)"
+            )
         if self._conv is None:
             full = functional.pad(conv_states, (max(self.kernel - conv_states.shape[-1], 0), 0))
         else:
