@@ -55,6 +55,28 @@ def test_layers_of_several_groups_lie_on_the_same_bytes(family: str) -> None:
     assert max(map(len, groups)) > 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "deepseek-v3", V4, "qwen3-next"])
+def test_models_of_two_bytes(family: str, dtype: torch.dtype) -> None:
+    """Rows of the dtype: through columns bit for bit, and on pages within twice the error that transformers has."""
+    model = FAMILIES[family]().to(dtype)
+    exact = FAMILIES[family]().to(dtype).to(torch.float32)
+    plan = integration.plan_model(model, memory="12MiB", block_size=family_runs.BLOCK_SIZES.get(family))
+    prompts = family_runs.prompts_of((40, 40), 0)
+    texts = family_runs.generate(model, prompts, new_tokens=8)
+    truth = family_runs.generate(exact, prompts, new_tokens=2).logits[:2]
+    budget = 2 * family_runs.difference(texts.logits[:2].float(), truth)
+    for attention in (model.config._attn_implementation, integration.register_attention()):
+        model.set_attn_implementation(attention)
+        store = integration_store(plan)
+        with integration.KVStoreCache(store, *family_runs.padded(prompts)) as cache:
+            ours = family_runs.generate(model, prompts, new_tokens=8, cache=cache)
+        store.check()
+        if attention != "kvstore":
+            assert torch.equal(ours.logits, texts.logits)
+        assert 0 < family_runs.difference(ours.logits[:2].float(), truth) <= budget
+
+
 def test_one_state_at_the_end_of_each_chunk_is_found_again() -> None:
     """Recurrent states are kept where a pass ends at a multiple of the block size: 16 tokens."""
     model = family_runs.model_of("qwen3-next")

@@ -59,7 +59,8 @@ def kvstore_attention(
         layer.reads_pages = True  # from the next step on; of this one the columns may be here already
         if reads_pages:
             mask = None if attention_mask is None else attention_mask.reshape(len(query), -1) == 0
-            options = {"sinks": s_aux, "soft_cap": softcap, "indices": indices, "visible": mask}
+            sinks = None if s_aux is None else s_aux.float()
+            options = {"sinks": sinks, "soft_cap": softcap, "indices": indices, "visible": mask}
             return layer.decode(module, query, scale, **options), None
     if indices is not None:
         assert attention_mask is not None
