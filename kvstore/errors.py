@@ -31,9 +31,12 @@ class OutOfBlocks(RuntimeError):  # noqa: N818 - the state of the pool, not a mi
         self.free = tuple(free)
         self.evictable = tuple(evictable)
         self.fenced = tuple(fenced)
+        counts = zip(self.wanted, self.free, self.evictable, strict=True)
+        alone = all(wanted <= free + evictable for wanted, free, evictable in counts)
         super().__init__(
             f"out of blocks, counted per group: wanted {list(self.wanted)}, free {list(self.free)}, "
             f"evictable {list(self.evictable)}, fenced {list(self.fenced)}"
+            + ("; the groups share one pool, which lacks blocks for all of them together" if alone else "")
         )
 
 

@@ -301,7 +301,8 @@ def test_out_of_blocks_counts_per_group() -> None:
     error = caught.value
     assert (error.wanted, error.free, error.evictable, error.fenced) == ((3, 3), (1, 1), (2, 2), (1, 1))
     assert str(error) == (
-        "out of blocks, counted per group: wanted [3, 3], free [1, 1], evictable [2, 2], fenced [1, 1]"
+        "out of blocks, counted per group: wanted [3, 3], free [1, 1], evictable [2, 2], fenced [1, 1]; "
+        "the groups share one pool, which lacks blocks for all of them together"
     )
     assert snapshot(store) == before
     store.commit(batch, [42])

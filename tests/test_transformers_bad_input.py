@@ -133,7 +133,7 @@ def test_use_after_release() -> None:
         lambda: cache.reorder_cache(torch.tensor([0])),
     )
     for call in calls:
-        with pytest.raises(ValueError, match="cache: it was released; expected a new KVStoreCache for each call"):
+        with pytest.raises(ValueError, match=r"cache: it was released, by commit, .*: expected a new KVStoreCache"):
             call()
 
 
@@ -164,6 +164,16 @@ def test_another_batch_than_the_cache_was_made_with() -> None:
         pytest.raises(ValueError, match="the cache is of 2 rows, the model's batch"),
     ):
         own("llama").generate(torch.ones(3, 9, dtype=torch.long), max_new_tokens=2, cache=cache)
+    expect_empty(store)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "deepseek-v4", "qwen3-next"])
+def test_other_prompts_than_the_cache_was_made_with(family: str) -> None:
+    """Two rows on a cache of one prompt are taken for beams of it, and these are copies."""
+    store = store_of(family, "buckets")
+    message = r"input_ids: the cache is of 1 prompts, and the model's batch has 2 rows that are no copies of them"
+    with KVStoreCache(store, IDS[:1]) as cache, pytest.raises(ValueError, match=message):
+        own(family).generate(torch.stack([IDS[0], IDS[0].flip(0)]), max_new_tokens=2, cache=cache)
     expect_empty(store)
 
 

@@ -364,7 +364,9 @@ class KVStoreCache(Cache):
 
     def _expect_open(self) -> None:
         if self._is_released:
-            raise ValueError("cache: it was released; expected a new KVStoreCache for each call of generate")
+            raise ValueError(
+                "cache: it was released, by commit, release or the end of its with block: expected a new KVStoreCache"
+            )
 
 
 def known_tokens(prompt: Ints, start: int, count: int) -> Ints:

@@ -100,7 +100,7 @@ class Forward:
         return found
 
     def expect_rows(self, layer: str, states: tuple[torch.Tensor, ...]) -> None:
-        """Raises ValueError where rows have another shape or dtype than those of the plan."""
+        """Raises ValueError for another shape or dtype than the plan's, and for rows that are no copies of a prompt."""
         spec = self.store.plan.spec(layer)
         if spec.format.value_dim is not None or len(spec.format.parts) == 1:
             wanted = [(1, spec.format.parts[0].width)]
@@ -109,6 +109,15 @@ class Forward:
             wanted = [(part.num_heads, part.head_dim) for part in spec.format.parts]
             given = [(part.shape[1], part.shape[3]) for part in states]
         dtype = spec.format.parts[0].dtype
+        if self.width > 1:
+            for part in states:
+                first = part[:: self.width].repeat_interleave(self.width, dim=0)
+                if (part - first).abs().max() > 1e-2 * first.abs().max():
+                    raise ValueError(
+                        f"input_ids: the cache is of {len(self.pads)} prompts, and the model's batch has "
+                        f"{len(part)} rows that are no copies of them: expected the input_ids that the cache was made "
+                        "with"
+                    )
         if given != wanted or states[0].dtype != dtype:
             raise ValueError(
                 f"store: layer {layer!r} is planned for rows of {_shapes(wanted)} {dtype}, the model's have "
