@@ -46,8 +46,7 @@ def test_many_requests_together_and_again(name: str, layout: str) -> None:
     assert [each.cached_tokens for each in again] == [(len(prompt) - 1) // size * size for prompt in given]
 
 
-@pytest.mark.parametrize("chunk", [8, 37, 400])
-@pytest.mark.parametrize("name", [GEMMA, V4])
+@pytest.mark.parametrize(("name", "chunk"), [(GEMMA, 8), (GEMMA, 37), (GEMMA, 400), (V4, 37), (V4, 400)])
 def test_chunks_of_any_size(name: str, chunk: int) -> None:
     engine = make_engine(name, make_store(name, "frames", "64MiB", chunk), chunk)
     assert [each.token_ids for each in serve(engine, prompts(name, LENGTHS[name]))] == expected(name, LENGTHS[name])
@@ -59,10 +58,9 @@ def test_a_pool_that_is_too_small_for_all(name: str, num_frames: int, preemption
     given, texts = prompts(name, LENGTHS[name]), expected(name, LENGTHS[name])
     store = make_store(name, "overlay", num_frames, 100)
     engine = make_engine(name, store, 100, preemption=preemption)
-    for _ in range(2):
-        completions = serve(engine, given)
-        assert [each.token_ids for each in completions] == texts
-        assert sum(each.preemptions for each in completions) > 0
+    completions = serve(engine, given)
+    assert [each.token_ids for each in completions] == texts
+    assert sum(each.preemptions for each in completions) > 0
     assert store.stats().evicted > 0
 
 
