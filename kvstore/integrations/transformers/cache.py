@@ -12,11 +12,16 @@ from kvstore.integrations.transformers.compressed import WindowLayer
 from kvstore.integrations.transformers.forward import Forward, Ints
 from kvstore.integrations.transformers.layers import PagedLayer
 from kvstore.integrations.transformers.model_layers import make_layers
-from kvstore.integrations.transformers.prompts import aligned_hits, prompts_of
+from kvstore.integrations.transformers.prompts import (
+    UNKNOWN_TOKEN,
+    aligned_hits,
+    expect_positions,
+    known_tokens,
+    prompts_of,
+    row_numbers,
+)
 from kvstore.integrations.transformers.states import StateLayer
 from kvstore_kernels.checks import expect_int
-
-UNKNOWN_TOKEN = -1
 
 
 class KVStoreCache(Cache):
@@ -76,6 +81,8 @@ class KVStoreCache(Cache):
         if rows_per_prompt is not None:
             expect_int("rows_per_prompt", rows_per_prompt, 1)
         self._rows_per_prompt = rows_per_prompt
+        given = namespace if isinstance(namespace, Sequence) else [namespace]
+        self._namespaces = [names or Namespace() for names in given]
         most = aligned_hits(store, self.prompts, self.pads, namespace) if self._moves_as_one else None
         opened = store.open(self.prompts, namespace, retention, max_cached_tokens=most)
         self.seq_ids, self._computed = opened.seq_ids, opened.cached_tokens.copy()
@@ -126,7 +133,9 @@ class KVStoreCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Makes row i go on from what row beam_idx[i] holds: the step of a beam search."""
         self.settle()
-        chosen = np.asarray(beam_idx.cpu())
+        chosen = row_numbers("beam_idx", beam_idx, len(self.seq_ids))
+        if len(chosen) != len(self.seq_ids):
+            raise ValueError(f"beam_idx: expected one row for each of {len(self.seq_ids)}, got {len(chosen)}")
         self.store.reorder(self.seq_ids, self.seq_ids[chosen])
         self._take_rows(self.seq_ids, chosen)
         self._is_reordered = True
@@ -150,19 +159,19 @@ class KVStoreCache(Cache):
             self.store.truncate(self.seq_ids, self._computed - removed)
             self._computed -= removed
         self.length -= removed
+        self.prompts = [prompt[:count] for prompt, count in zip(self.prompts, self._computed, strict=True)]
         self._blocks.clear()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Turns every row into `repeats` rows side by side, which share what is computed."""
+        expect_int("repeats", repeats, 1)
         self.settle()
-        self._fork(repeats)
+        self._take_copies(np.repeat(np.arange(len(self.seq_ids)), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows that `indices` names, in that order; the others are released."""
+        """Keeps the rows that `indices` names, in that order, some of them several times; others are released."""
         self.settle()
-        chosen = np.arange(len(self.seq_ids))[np.asarray(indices.cpu())]
-        self.store.release(np.delete(self.seq_ids, chosen))
-        self._take_rows(self.seq_ids[chosen], chosen)
+        self._take_copies(row_numbers("indices", indices, len(self.seq_ids)))
 
     def activate_past_recording(self) -> None:
         """Assisted generation begins: its first pass is over whole prompts, so that a hit saves memory only."""
@@ -181,7 +190,8 @@ class KVStoreCache(Cache):
         Args:
             output_ids: int64 [rows, L], what `generate` returned: the prompts with their padding, and what is new.
 
-        Raises: ValueError for other prompts, other rows than were computed, and after a beam search, whose rows are
+        Raises: ValueError for other prompts (what the store holds in their namespaces is forgotten then, for some of
+            it is of other tokens), other rows than were computed, and after a beam search, whose rows are
             not those of the sequences it returns: `release` keeps the prompts.
         """
         self.settle()
@@ -200,6 +210,7 @@ class KVStoreCache(Cache):
         tokens = [row[pad : pad + count] for row, pad, count in zip(given, self.pads, self._computed, strict=True)]
         for index, (row, prompt) in enumerate(zip(tokens, self.prompts, strict=True)):
             if not np.array_equal(row[: len(prompt)], prompt[: len(row)]):
+                self._forget()
                 raise ValueError(f"output_ids: expected row {index} to begin with its prompt, got another one")
         self.store.name_tokens(self.seq_ids, tokens)
         self.release()
@@ -209,14 +220,19 @@ class KVStoreCache(Cache):
         if self._is_released:
             return
         if self._forward is not None:
-            if len(self._forward.written) == len(self.layers):
-                self.settle()
+            if len(self._forward.written) == len(self.store.plan.layers):
+                self._commit(self._forward, forks=False)
             else:  # a pass that has failed on its way: none of its rows is ever found
                 batch = self._forward.batch
                 self.store.commit(batch, np.full(int(batch.num_new_tokens.sum()), UNKNOWN_TOKEN))
                 self._forward = None
         self.store.release(self.seq_ids)
         self._is_released = True
+
+    def _forget(self) -> None:
+        """The model was given other prompts: what was found under these is of other tokens."""
+        for names in self._namespaces:
+            self.store.invalidate(names)
 
     def __enter__(self) -> "KVStoreCache":
         return self
@@ -235,7 +251,7 @@ class KVStoreCache(Cache):
     def start_of(self, index: int) -> int:
         """The first column of the pass that layer `index` takes part in, or will next."""
         forward = self._forward
-        return self.length if forward is None or index in forward.written else forward.start
+        return self.length if forward is None or index in forward.begun else forward.start
 
     def begin(self, index: int, num_rows: int, num_columns: int, passed_on: dict[str, Any] | None) -> Forward:
         """Layer `index` hands over its rows: the pass, which begins with the first layer that does.
@@ -244,11 +260,12 @@ class KVStoreCache(Cache):
             layers than the plan, a released cache; OutOfBlocks.
         """
         self._expect_open()
-        if self._forward is not None and index in self._forward.written:
+        if self._forward is not None and index in self._forward.begun:
             self.settle()
         if self._forward is None:
-            self._forward = self._begin(num_rows, num_columns, passed_on)
-        self._forward.written.add(index)
+            self._forward = self._begin(num_rows, num_columns)
+        self._forward.begun.add(index)
+        self._expect_positions(self._forward, passed_on)
         return self._forward
 
     def widen(self, rows: torch.Tensor) -> torch.Tensor:
@@ -260,7 +277,7 @@ class KVStoreCache(Cache):
 
     def blocks_to_read(self, index: int, layer: str) -> torch.Tensor:
         """int64 [n], where the state of a layer is before this pass; 0 for a row without one."""
-        if self._forward is not None and index in self._forward.written:
+        if self._forward is not None and index in self._forward.begun:
             self.settle()
         if self._forward is not None:
             return self.store.state_blocks(layer, self._forward.batch)[:, 0].long()
@@ -283,7 +300,7 @@ class KVStoreCache(Cache):
 
     # Inside
 
-    def _begin(self, num_rows: int, num_columns: int, passed_on: dict[str, Any] | None) -> Forward:
+    def _begin(self, num_rows: int, num_columns: int) -> Forward:
         width, rest = divmod(num_rows, len(self.seq_ids))
         wanted = 1 if self._has_begun else self._rows_per_prompt or width
         if rest or not width or width != wanted:
@@ -293,8 +310,6 @@ class KVStoreCache(Cache):
                 + f", the model's batch has {num_rows}: expected the input_ids that the cache was made with"
             )
         ends = self.length + num_columns - self.pads
-        if not self._has_begun:
-            self._expect_positions(passed_on, ends, width)
         batch = self.store.extend(self.seq_ids, np.maximum(ends - self._computed, 0))
         forward = Forward(self.store, batch, self.length, num_columns, self.pads, width)
         self.length += num_columns
@@ -302,28 +317,25 @@ class KVStoreCache(Cache):
         self._blocks.clear()
         return forward
 
-    def _expect_positions(self, passed_on: dict[str, Any] | None, ends: Ints, width: int) -> None:
-        """Where the module shows its positions: the padding that the model sees is what the cache was told."""
-        positions = (passed_on or {}).get("position_ids")
-        if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
-            return
-        last = positions[:, -1].cpu().numpy()
-        ends = np.repeat(ends, width)
-        wrong = (np.broadcast_to(last, len(ends)) != ends - 1) & (ends > 0)  # padding has any position
-        if wrong.any():
-            row = int(wrong.argmax())
-            raise ValueError(
-                f"attention_mask: the model has the last token of row {row} at position "
-                f"{np.broadcast_to(last, len(wrong))[row]}, the cache at {ends[row] - 1}: expected the mask "
-                "that the model sees, KVStoreCache(store, input_ids, attention_mask)"
-            )
+    def _expect_positions(self, forward: Forward, passed_on: dict[str, Any] | None) -> None:
+        """Where a module shows its positions: the padding that the model sees is what the cache was told.
 
-    def _commit(self, forward: Forward, num_committed: Ints | None = None) -> None:
-        missing = [index for index in range(len(self.layers)) if index not in forward.written]
+        On a GPU decode steps are not looked at, which would wait for the device.
+        """
+        positions = (passed_on or {}).get("position_ids")
+        if forward.has_shown_positions or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+            return
+        forward.has_shown_positions = True
+        if positions.device.type != "cpu" and forward.num_columns == 1:
+            return
+        expect_positions(positions, np.repeat(forward.end - self.pads, forward.width))
+
+    def _commit(self, forward: Forward, num_committed: Ints | None = None, *, forks: bool = True) -> None:
+        missing = [layer for layer in self.store.plan.layers if layer not in forward.written]
         if missing:
             raise ValueError(
-                f"store: the plan has {len(self.layers)} layers, and the model has not written layer {missing[0]}: "
-                "the plan is of another config, plan_model(model) makes its own"
+                f"store: the plan has {len(self.layers)} layers, and the last pass has not written {missing[0]!r}: it "
+                "failed on its way, or the plan is of another config, plan_model(model) makes its own"
             )
         counts = forward.batch.num_new_tokens if num_committed is None else num_committed
         tokens = [
@@ -333,12 +345,30 @@ class KVStoreCache(Cache):
         self.store.commit(forward.batch, np.concatenate(tokens), num_committed)
         self._computed += counts
         self._forward = None
-        self._fork(forward.width)
+        if forks:
+            self._take_copies(np.repeat(np.arange(len(self.seq_ids)), forward.width))
 
-    def _fork(self, width: int) -> None:
-        if width > 1:
-            rows = [[seq_id, *self.store.fork(seq_id, width - 1).tolist()] for seq_id in self.seq_ids.tolist()]
-            self._take_rows(np.array(rows).reshape(-1), np.repeat(np.arange(len(rows)), width))
+    def _take_copies(self, chosen: Ints) -> None:
+        """The rows are copies of the rows `chosen` from here on: the first of each is the row itself, others are forks.
+
+        Raises: SequenceError where the store has no room for them; nothing has changed then.
+        """
+        if np.array_equal(chosen, np.arange(len(self.seq_ids))):
+            return
+        seq_ids: list[int] = []
+        forks: list[int] = []
+        try:
+            for at, row in enumerate(chosen.tolist()):
+                if row in chosen[:at]:
+                    forks += self.store.fork(int(self.seq_ids[row]), 1).tolist()
+                    seq_ids.append(forks[-1])
+                else:
+                    seq_ids.append(int(self.seq_ids[row]))
+        except BaseException:
+            self.store.release(forks)
+            raise
+        self.store.release(np.delete(self.seq_ids, np.unique(chosen)))
+        self._take_rows(np.array(seq_ids), chosen)
 
     def _take_rows(self, seq_ids: Ints, chosen: Ints) -> None:
         """The rows are `seq_ids` from here on, and hold what the rows `chosen` held."""
@@ -367,11 +397,3 @@ class KVStoreCache(Cache):
             raise ValueError(
                 "cache: it was released, by commit, release or the end of its with block: expected a new KVStoreCache"
             )
-
-
-def known_tokens(prompt: Ints, start: int, count: int) -> Ints:
-    """`count` tokens from position `start` on: those of the prompt, and UNKNOWN_TOKEN behind it."""
-    tokens = np.full(count, UNKNOWN_TOKEN, np.int64)
-    known = prompt[start : start + count]
-    tokens[: len(known)] = known
-    return tokens

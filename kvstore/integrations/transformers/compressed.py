@@ -112,6 +112,7 @@ class CompressedLayer(WindowLayer):
         count = forward.end // rate
         if compressed.shape[1]:
             forward.write_at(self.rows[name], forward.start // rate, compressed)
+        forward.written.add(self.rows[name])
         if name == "compressor" and self.reads_pages and forward.reads_pages:
             return compressed.new_zeros(1).expand(len(compressed), count, compressed.shape[2])
         if not count:

@@ -24,7 +24,9 @@ class Forward:
     Attributes:
         batch: one sequence per row of the model's batch, or per `width` equal rows of it (beams before they part).
         pads: int64 [n], tokens of padding of each sequence.
-        written: the layers that have handed over their rows.
+        begun: the layers of the model that have taken part.
+        written: the layers of the plan whose rows are all there.
+        has_shown_positions: whether a module has, and they were looked at.
     """
 
     store: KVStore
@@ -33,7 +35,9 @@ class Forward:
     num_columns: int
     pads: Ints
     width: int
-    written: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    has_shown_positions: bool = False
     _chosen: torch.Tensor | None = field(init=False, default=None)
     _slots: dict[tuple[Any, ...], torch.Tensor] = field(init=False, default_factory=dict)
 
@@ -74,6 +78,7 @@ class Forward:
         """
         self.expect_rows(layer, states)
         self.store.write(layer, self.batch, *(self.pack(part.transpose(1, 2)) for part in states))
+        self.written.add(layer)
 
     def write_at(self, layer: str, first: int, rows: torch.Tensor) -> None:
         """Writes the rows `first` on of a layer without padding: [rows of the model's batch, count, dim]."""

@@ -11,6 +11,9 @@ from kvstore import KVStore, Namespace
 
 Ints = npt.NDArray[np.int64]
 
+UNKNOWN_TOKEN = -1
+"""For `KVStore.commit`: a token whose id is not known yet."""
+
 
 def prompts_of(input_ids: Any, attention_mask: Any) -> tuple[list[Ints], Ints]:
     """The tokens of each row, and how many tokens of padding are before them.
@@ -52,8 +55,48 @@ def aligned_hits(
         found = store.lookup(prompts, namespace, max_cached_tokens=wanted)
 
 
+def known_tokens(prompt: Ints, start: int, count: int) -> Ints:
+    """`count` tokens from position `start` on: those of the prompt, and UNKNOWN_TOKEN behind it."""
+    tokens = np.full(count, UNKNOWN_TOKEN, np.int64)
+    known = prompt[start : start + count]
+    tokens[: len(known)] = known
+    return tokens
+
+
+def expect_positions(positions: torch.Tensor, ends: Ints) -> None:
+    """Raises ValueError where the last column of a pass is not where the cache has it.
+
+    Args:
+        positions: [rows or 1, columns], as the model sees them.
+        ends: int64 [rows], the positions behind the last column; a row that is padding so far has none above 0.
+    """
+    last = np.broadcast_to(positions[:, -1].cpu().numpy(), len(ends))
+    wrong = (last != ends - 1) & (ends > 0)  # padding has any position
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"attention_mask: the model has the last token of row {row} at position {last[row]}, the cache at "
+            f"{ends[row] - 1}: expected the mask that the model sees, KVStoreCache(store, input_ids, attention_mask), "
+            "and ones for all tokens behind the prompts"
+        )
+
+
+def row_numbers(name: str, indices: torch.Tensor, num_rows: int) -> Ints:
+    """Indices or a mask as int64 numbers of rows. Raises: ValueError for rows that there are not."""
+    given = np.asarray(indices.cpu())
+    if given.dtype == np.bool_ and given.shape == (num_rows,):
+        return np.flatnonzero(given)
+    if given.ndim != 1 or given.dtype.kind not in "iu" or ((given < 0) | (given >= num_rows)).any():
+        raise ValueError(f"{name}: expected rows 0 ... {num_rows - 1}, got {given.tolist()}")
+    numbers: Ints = given.astype(np.int64)
+    return numbers
+
+
 def _matrix(name: str, values: Any) -> Ints:
-    array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values)
+    try:
+        array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values)
+    except ValueError as error:
+        raise ValueError(f"{name}: expected integers [rows, columns], got {type(values).__name__}: {error}") from None
     if array.ndim != 2 or not array.size or array.dtype.kind not in "iub":
         raise ValueError(
             f"{name}: expected integers [rows, columns], at least one of each, got shape {list(array.shape)} of "

@@ -91,6 +91,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             # Rows that are padding so far go to block 0, the null block, which nobody reads.
             tensor[torch.where(has_tokens, blocks, 0)] = state
         self._conv, self._num_columns = None, 1
+        forward.written.add(self.name)
         return recurrent_states
 
     def _read(self, part: str) -> torch.Tensor | None:
