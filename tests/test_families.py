@@ -5,6 +5,8 @@ first one left in the prefix index; logits within the stated budget; the books p
 runs all combinations.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -108,6 +110,13 @@ def test_deepseek_v4_in_chunks() -> None:
 def test_every_family_of_the_list_has_a_model_here() -> None:
     tried = {family_runs.model_of(family).config.model_type for family in FAMILIES}
     assert tried | {"qwen2"} == set(integration.FAMILIES)
+
+
+def test_a_plan_of_qwen3_next_without_linear_layers() -> None:
+    config = copy.deepcopy(family_runs.model_of("qwen3-next").config)
+    assert {spec.kind for spec in integration.model_specs(config).values()} == {"state", "full"}  # type: ignore[union-attr]
+    config.layer_types = ["full_attention"] * 4
+    assert {spec.kind for spec in integration.model_specs(config).values()} == {"full"}  # type: ignore[union-attr]
 
 
 def test_windows_that_are_half_of_a_block_or_many_blocks() -> None:

@@ -52,7 +52,8 @@ def model_specs(model: Any, *, block_size: int | None = None) -> dict[str, AnySp
     index_head_dim = fields.get("index_head_dim")
     if index_head_dim is not None:
         fields["index_head_dim"] = 128  # the width of the packed rows, which are replaced below
-    state_dtype = torch.float32 if text.model_type == "qwen3_next" else None
+    has_states = "linear_attention" in (getattr(text, "layer_types", None) or ())
+    state_dtype = torch.float32 if has_states else None
     specs = specs_from_config(fields, kv_dtype=dtype, state_dtype=state_dtype, block_size=block_size)
     return {
         name: _plain_keys(spec, index_head_dim, dtype) if name.endswith(".indexer") else _own_width(name, spec, text)
