@@ -83,6 +83,23 @@ def test_a_mask_with_holes_behind_the_prompts(family: str) -> None:
     expect_empty(store)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3", "deepseek-v3.2"])
+def test_a_hole_that_positions_do_not_show(family: str) -> None:
+    model, store = use(family, "pages"), store_of(family, "buckets")
+    input_ids, mask = padded(prompts_of((12, 7), 0))
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with KVStoreCache(store, input_ids, mask) as cache, torch.no_grad():
+        model(input_ids, attention_mask=mask, position_ids=places, cache=cache)
+        wide = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+        token, place = torch.tensor([[5], [6]]), torch.tensor([[12], [7]])
+        wide[1, 9] = 0
+        with pytest.raises(
+            ValueError, match=r"attention_mask: expected ones .*, got 7 visible tokens of 8 in row 1: pages"
+        ):
+            model(token, attention_mask=wide, position_ids=place, cache=cache)
+    expect_empty(store)
+
+
 def test_padding_is_looked_for_in_models_that_begin_with_a_state() -> None:
     store = store_of("qwen3-next", "buckets")
     input_ids, mask = padded(prompts_of((40, 23), 0))

@@ -7,6 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 if TYPE_CHECKING:
     from kvstore.integrations.transformers.cache import KVStoreCache
+    from kvstore.integrations.transformers.forward import Forward
 
 PAGES = "kvstore_layer"
 """The keyword by which a layer of the cache reaches the attention function."""
@@ -84,15 +85,34 @@ class PagedLayer(CacheLayerMixin):
         Args:
             module: the attention module of the model.
             query: [rows, num_heads, 1, head_dim].
-            options: sinks, soft_cap: as `KVStore.gqa_decode`; others are for other kinds of layers.
+            options: sinks, soft_cap: as `KVStore.gqa_decode`; visible: bool [rows, num_keys], what the mask leaves;
+                others are for other kinds of layers.
 
         Returns: [rows, 1, num_heads, head_dim_v].
+
+        Raises: ValueError for a mask that hides a token behind the padding. On a GPU it is not looked at, which would
+            wait for the device.
         """
-        forward = self.cache.forward
+        forward = self._expect_whole(options.get("visible"))
         known = {name: options[name] for name in ("sinks", "soft_cap") if options.get(name) is not None}
         q = query.squeeze(2).contiguous()
         out, _ = forward.store.gqa_decode(self.name, forward.batch, q, softmax_scale, **known)
         return out.unsqueeze(1)
+
+    def _expect_whole(self, visible: torch.Tensor | None) -> "Forward":
+        """The pass, whose rows are all visible but for the padding."""
+        forward = self.cache.forward
+        if visible is not None and visible.device.type == "cpu":
+            lens = forward.batch.seq_lens
+            wanted = lens if self.window is None else lens.clamp(max=self.window)
+            wrong = visible.sum(1) != wanted
+            if wrong.any():
+                row = int(wrong.int().argmax())
+                raise ValueError(
+                    f"attention_mask: expected ones for all tokens behind the padding, got {int(visible[row].sum())} "
+                    f"visible tokens of {int(wanted[row])} in row {row}: pages are read whole"
+                )
+        return forward
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Nothing: the cache moves all layers at once."""
@@ -110,8 +130,8 @@ class LatentLayer(PagedLayer):
 
     def decode(self, module: Any, query: torch.Tensor, softmax_scale: float, **options: Any) -> torch.Tensor:
         """As `PagedLayer.decode`, over latent rows: the up-projections are absorbed into query and output."""
+        forward = self._expect_whole(options.get("visible"))
         q, up_v = self._absorb(module, query)
-        forward = self.cache.forward
         indices = options.get("indices")
         if indices is None:
             out, _ = forward.store.mla_decode(self.name, forward.batch, q, softmax_scale)
