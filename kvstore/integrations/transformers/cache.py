@@ -13,7 +13,6 @@ from kvstore.integrations.transformers.forward import Forward, Ints
 from kvstore.integrations.transformers.layers import PagedLayer
 from kvstore.integrations.transformers.model_layers import make_layers
 from kvstore.integrations.transformers.prompts import (
-    UNKNOWN_TOKEN,
     aligned_hits,
     expect_positions,
     known_tokens,
@@ -21,6 +20,7 @@ from kvstore.integrations.transformers.prompts import (
     row_numbers,
 )
 from kvstore.integrations.transformers.states import StateLayer
+from kvstore.sequences import UNKNOWN_TOKEN
 from kvstore_kernels.checks import expect_int
 
 

@@ -8,11 +8,9 @@ import numpy.typing as npt
 import torch
 
 from kvstore import KVStore, Namespace
+from kvstore.sequences import UNKNOWN_TOKEN
 
 Ints = npt.NDArray[np.int64]
-
-UNKNOWN_TOKEN = -1
-"""For `KVStore.commit`: a token whose id is not known yet."""
 
 
 def prompts_of(input_ids: Any, attention_mask: Any) -> tuple[list[Ints], Ints]:
