@@ -18,10 +18,14 @@ class SequenceError(ValueError):
 class OutOfBlocks(RuntimeError):  # noqa: N818 - the state of the pool, not a mistake of the caller
     """A request for blocks that the pool cannot meet now; nothing was changed.
 
-    Each attribute counts blocks, one entry per group: `wanted` by the call, `free` ones that the group could take,
-    `evictable` cached blocks nobody holds, `fenced` ones that an unfinished step may touch. Free and evictable blocks
-    are the same ones for all groups where a frame is a block: what all groups want together counts. An engine releases
-    or suspends a sequence, or waits for a `finish`, and tries again.
+    An engine releases or suspends a sequence, or waits for a `finish`, and tries again. Free and evictable blocks are
+    the same ones for all groups where a frame is a block: what all groups want together counts.
+
+    Attributes:
+        wanted: blocks of each group that the call asked for.
+        free: blocks of each group that it could take.
+        evictable: cached blocks that nobody holds.
+        fenced: blocks that an unfinished step may touch, until it is finished.
     """
 
     def __init__(
