@@ -36,11 +36,25 @@ VERSION = 2
 class CachePlan:
     """The layout of a cache arena: a value that touches no device.
 
-    `num_frames` counts the null frame. `placements` maps every layer with a cache to its place in `layer_slots`;
-    `aliases` maps layers that read another's cache to the layer that owns it, `uncached` names those without any.
-    `grouping`, `lengths`, `max_tokens_in_flight` and `considered` say how the choice was made: they are kept in JSON
-    but enter neither equality nor the `fingerprint`, which two stores compare before they exchange bytes. A plan is
-    proved (`validate`) whenever one is made or loaded; an empty `fingerprint` is filled in.
+    A plan is proved (`validate`) whenever one is made or loaded. How the choice was made (the last four fields) is kept
+    in JSON, but enters neither equality nor the fingerprint.
+
+    Attributes:
+        groups: in the order of the columns of `blocks_needed` and of the tuples of a `Batch`.
+        layer_slots: the slot tensors in the order of the arena.
+        placements: of every layer with a cache its place in `layer_slots`.
+        frame_bytes: bytes of a frame over all slot tensors.
+        num_frames: frames in the arena, the null frame counted.
+        blocks_per_frame: blocks of each group that fill a frame; 1 unless the layout is "frames".
+        layout: "buckets", "bestfit", "overlay" or "frames".
+        lower_bound: bytes of the pages of the widest group: the least that a block takes where a block is a frame.
+        fingerprint: what two stores compare before they exchange bytes; filled in where it is empty.
+        aliases: layers that read another's cache, with the layer that owns it.
+        uncached: layers without a cache.
+        grouping: how layers were dealt to groups; "given" where the caller did.
+        lengths: tokens of the sequences that the choice was made for.
+        max_tokens_in_flight: tokens that one step may write, for the capacity that `explain` shows.
+        considered: the layouts that were compared, each at its best.
 
     Raises: PlanError when the plan is not safe or its fingerprint belongs to another plan.
     """
@@ -103,7 +117,7 @@ class CachePlan:
 
     @property
     def bytes_per_block(self) -> int:
-        """The same where a block is a frame, equal for all groups.
+        """Bytes of a block where a block is a frame, equal for all groups.
 
         Raises: PlanError in the layout "frames", where `block_strides` has one number per group.
         """
@@ -154,8 +168,14 @@ class CachePlan:
     ) -> npt.NDArray[np.int64]:
         """int64 [sequences, groups]: the most blocks that sequences of `lengths` tokens hold; an int is one sequence.
 
-        Columns follow `plan.groups`. `in_flight` tokens of each, or all it has, are scheduled and not settled, see
-        `kvstore.demand.InFlight` for this and the other arguments.
+        Columns follow `plan.groups`.
+
+        Args:
+            lengths: tokens of each sequence, those in flight included.
+            in_flight: tokens of each (at most all it has) that are extended and not yet committed.
+            stored: as `KVStore` has it: "all", or "tail" where windows keep the tail of each step in flight only.
+            num_steps: steps that the tokens in flight are spread over; counts for tails alone.
+            prefix_caching: as `KVStore` has it: a state in flight then takes one more block, since the old one stays.
 
         Raises: PlanError for a number out of range or another value of `stored`.
         """
@@ -169,6 +189,8 @@ class CachePlan:
         self, length: int, in_flight: int = 0, *, stored: str = "all", num_steps: int = 1, prefix_caching: bool = True
     ) -> Capacity:
         """How many sequences of `length` tokens fit at once, while a step has `in_flight` tokens of one of them.
+
+        The other arguments are those of `blocks_needed`.
 
         Raises: PlanError as `blocks_needed`.
         """
@@ -186,7 +208,10 @@ class CachePlan:
     ) -> int | None:
         """The tokens of the longest sequence that fits alone, here or in `memory`; None when any length does.
 
-        0 when not even one token fits. Raises: PlanError as `blocks_needed`, and as `parse_memory`.
+        0 when not even one token fits. `memory` is bytes, or text such as "80GiB"; the other arguments are those of
+        `blocks_needed`.
+
+        Raises: PlanError as `blocks_needed`, and for a memory that is none.
         """
         frames = self.num_frames
         if memory is not None and self.frame_bytes:
@@ -194,7 +219,10 @@ class CachePlan:
         return longest_sequence(self, frames, InFlight(in_flight, stored, num_steps, prefix_caching))
 
     def validate(self) -> None:
-        """Proves the plan safe in time independent of the number of blocks; see `prove_placement`.
+        """Proves the plan safe, in time independent of the number of blocks.
+
+        Pages of one block are disjoint, inside their slot tensor and inside the frame of their block, and aligned as
+        their readers demand; the sums fit; the fingerprint is that of the other fields.
 
         Raises: PlanError that names the layer, the numbers and the rule.
         """
