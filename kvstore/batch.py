@@ -27,6 +27,7 @@ class Batch:
         num_new_tokens: int64 ndarray [n], likewise.
         num_sequences, num_tokens: n and T.
         max_seq_len: the largest entry of `seq_lens`, known to the host.
+        is_decode: whether every sequence has exactly one new token.
         positions: int64 tensor [T], the position of each new token in its sequence.
         seq_lens: int32 tensor [n], tokens visible to this step, the new ones included.
         cu_seqlens_q: int32 tensor [n + 1], prefix sum of the new tokens.
@@ -45,7 +46,7 @@ class Batch:
     num_sequences: int
     num_tokens: int
     max_seq_len: int
-    is_decode: bool  # every sequence has exactly one new token
+    is_decode: bool
     positions: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
@@ -65,7 +66,11 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class GraphBuffers:
-    """What `KVStore.graph_batch` returns: the tensors of one decode batch at a time, always at the same addresses."""
+    """What `KVStore.graph_batch` returns: the tensors of one decode batch at a time, always at the same addresses.
+
+    Attributes:
+        num_sequences: the size to which its batches are padded.
+    """
 
     num_sequences: int
     mirror: Mirror = field(repr=False)
