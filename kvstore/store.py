@@ -38,7 +38,12 @@ POISON = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What `KVStore.open` returns: int64 arrays over the sequences."""
+    """What `KVStore.open` returns.
+
+    Attributes:
+        seq_ids: int64 ndarray [n], the handles, in the order of the prompts.
+        cached_tokens: int64 ndarray [n], leading tokens of each prompt that need not be computed.
+    """
 
     seq_ids: npt.NDArray[np.int64]
     cached_tokens: npt.NDArray[np.int64]
