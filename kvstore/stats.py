@@ -7,7 +7,16 @@ from kvstore.books import Books
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """Blocks of one group by state. `reserved` are free places in frames that belong to the group already."""
+    """Blocks of one group by state.
+
+    Attributes:
+        name: of the group.
+        in_use: blocks that sequences hold.
+        cached: blocks that nobody holds and that can be hit, until they are evicted.
+        fenced: blocks given back that an unfinished step may touch.
+        reserved: free places in frames that belong to the group already.
+        block_stride_bytes: bytes that a block takes out of the arena.
+    """
 
     name: str
     in_use: int
@@ -27,9 +36,23 @@ class StoreStats:
     """Blocks by state, over all groups; the null block is not counted.
 
     Where a frame is a block, `num_blocks` = free + cached + in_use + fenced. In the layout "frames" blocks of groups
-    differ in size: then `num_blocks` and `free` count frames, and `partly_used_bytes` are the free places in frames
-    that belong to a group. `peak_in_use` counts fenced blocks too. `hit_tokens` of `asked_tokens` prompt tokens were
-    cached at `open`.
+    differ in size: then `num_blocks` and `free` count frames.
+
+    Attributes:
+        num_blocks: blocks of the store, or frames.
+        free: blocks, or frames, of no group.
+        cached: blocks that nobody holds and that can be hit.
+        in_use: blocks that sequences hold.
+        fenced: blocks given back that an unfinished step may touch.
+        peak_in_use: the most blocks in use at once, fenced ones included, since the store was made.
+        evicted: cached blocks given up for lack of room, since the store was made.
+        open_sequences: sequences opened and not released, suspended ones included.
+        suspended_sequences: sequences whose bytes are in host memory.
+        hit_tokens: prompt tokens that were cached at `open`.
+        asked_tokens: prompt tokens that were asked for.
+        partly_used_bytes: free places in frames that belong to a group already.
+        frame_bytes: bytes of a frame.
+        groups: the same for each group.
     """
 
     num_blocks: int
