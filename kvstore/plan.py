@@ -52,8 +52,7 @@ class CachePlan:
         aliases: layers that read another's cache, with the layer that owns it.
         uncached: layers without a cache.
         grouping: how layers were dealt to groups; "given" where the caller did.
-        lengths: tokens of the sequences that the choice was made for.
-        max_tokens_in_flight: tokens that one step may write, for the capacity that `explain` shows.
+        lengths, max_tokens_in_flight: tokens of sequences and of a step, as given to `plan_cache`.
         considered: the layouts that were compared, each at its best.
 
     Raises: PlanError when the plan is not safe or its fingerprint belongs to another plan.
@@ -208,8 +207,7 @@ class CachePlan:
     ) -> int | None:
         """The tokens of the longest sequence that fits alone, here or in `memory`; None when any length does.
 
-        0 when not even one token fits. `memory` is bytes, or text such as "80GiB"; the other arguments are those of
-        `blocks_needed`.
+        0 when not even one token fits. `memory` is bytes, or text such as "80GiB"; the others are as `blocks_needed`.
 
         Raises: PlanError as `blocks_needed`, and for a memory that is none.
         """
@@ -219,10 +217,7 @@ class CachePlan:
         return longest_sequence(self, frames, InFlight(in_flight, stored, num_steps, prefix_caching))
 
     def validate(self) -> None:
-        """Proves the plan safe, in time independent of the number of blocks.
-
-        Pages of one block are disjoint, inside their slot tensor and inside the frame of their block, and aligned as
-        their readers demand; the sums fit; the fingerprint is that of the other fields.
+        """Proves the plan safe: pages disjoint, inside tensor and frame, aligned; and the fingerprint to be its own.
 
         Raises: PlanError that names the layer, the numbers and the rule.
         """
