@@ -18,8 +18,14 @@ DRAFT_PREFIX = "draft."
 class CacheGroup:
     """Layers with the same block size and retention; they share one block table.
 
-    `layers` maps layer names to specs, in the order in which the model creates its caches. A group may be empty: of
-    several workers, one may own none of a group's layers, and the group still counts blocks there.
+    A group may be empty: of several workers, one may own none of a group's layers, and the group still counts blocks
+    there.
+
+    Attributes:
+        name: text that the plan, its tables and errors use; unlike those of other groups.
+        layers: layer names with their specs, in the order in which the model creates its caches.
+        block_size: tokens of a block, those of every layer's spec.
+        retention: which rows are kept, that of every layer's spec.
 
     Raises: PlanError that names the layer when it is unlike the group, and for a group without a name.
     """
@@ -53,12 +59,12 @@ class CacheGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Sum of the layers' pages: what one block needs at least."""
+        """Bytes of the layers' pages of one block: what it needs at least."""
         return sum(spec.page_bytes for spec in self.layers.values())
 
     @property
     def payload_bytes(self) -> int:
-        """The same without padding."""
+        """Bytes of the layers' rows of one block, without padding."""
         return sum(spec.payload_bytes for spec in self.layers.values())
 
     @property
