@@ -31,6 +31,8 @@ class LayerSlot:
 
     The slot tensor holds `page_bytes` for each frame. `index` counts the layer slots of one page size. In the layouts
     "buckets" and "bestfit" `layers` are at most one of each group; in "overlay" and "frames" the one slot has all.
+
+    Raises: PlanError for a number out of range, and layers that are no list.
     """
 
     page_bytes: int
@@ -54,7 +56,15 @@ class LayerSlot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a layer's pages lie: block b begins at `offset_bytes + b * block_stride_bytes` of its slot tensor."""
+    """Where a layer's pages lie: block b begins at `offset_bytes + b * block_stride_bytes` of its slot tensor.
+
+    Attributes:
+        layer_slot: number of the layer slot in the plan's `layer_slots`.
+        offset_bytes: from the start of the slot tensor to the page of block 0.
+        block_stride_bytes: from one block's page to that of the next.
+
+    Raises: PlanError for a number that is negative, or a stride of 0.
+    """
 
     layer_slot: int
     offset_bytes: int
@@ -84,7 +94,7 @@ def bucket_layers_by_page_size(groups: Sequence[CacheGroup]) -> Buckets:
 
 
 def pool_bytes_per_block(groups: Sequence[CacheGroup]) -> int:
-    """Bytes of one block by that rule: sum over page sizes of page size x number of its layer slots.
+    """Bytes of one block by the rule of vLLM pull request 44454: page size x number of layer slots, summed.
 
     Raises: PlanError when a layer is in two groups.
     """
