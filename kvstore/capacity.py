@@ -28,8 +28,12 @@ class Plan(Protocol):
 class Capacity:
     """Sequences of `length` tokens that fit at once.
 
-    `blocks` of each group are what one of them holds between steps, `num_bytes` what these take (blocks x block
-    stride), `frames` what it takes alone, partly used frames counted whole.
+    Attributes:
+        length: tokens of each.
+        blocks: blocks of each group that one of them holds between steps.
+        num_bytes: bytes that these take, blocks x block stride.
+        frames: frames that one takes alone, partly used ones counted whole.
+        num_sequences: how many fit, one of them with its tokens in flight.
     """
 
     length: int
