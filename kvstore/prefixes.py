@@ -35,9 +35,13 @@ PLAIN = Namespace()
 class HitReport:
     """What a sequence found at `open`.
 
-    `num_tokens` of the prompt, `matched` leading tokens that equal those of an earlier sequence, `length` of them with
-    rows that every group could give, the last `copied` of these in blocks that are copied before they are written;
-    `replayed` of them are computed again for rings. `stops` tells of each group how far it alone would have gone.
+    Attributes:
+        num_tokens: tokens of the prompt.
+        matched: leading tokens that equal those of an earlier sequence.
+        length: leading tokens whose rows every group could give.
+        copied: how many of these, the last ones, lie in blocks that are copied before they are written.
+        replayed: how many of these are computed again for rings.
+        stops: of each group how far it alone would have gone, and why no further.
     """
 
     num_tokens: int
