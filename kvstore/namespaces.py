@@ -31,7 +31,10 @@ NAMES = ("adapter", "salt", "weights")
 class Item:
     """An image, or whatever else replaces tokens by embeddings: tokens [start, start + length) are its placeholders.
 
-    `identity` names the content, whole: items of equal identity and length have equal embeddings.
+    Attributes:
+        start: position of the first placeholder.
+        identity: a name of the content, whole: items of equal identity and length have equal embeddings.
+        length: placeholders, in tokens.
 
     Raises: TypeError for an identity that is no str, bytes or int, or a position that is no integer; ValueError for
     start < 0, length < 1, or text that is not Unicode.
@@ -62,9 +65,14 @@ class Item:
 class Namespace:
     """Whose cache a prompt may share: only that of prompts with the same adapter, salt, weights, and equal items.
 
-    The three names keep apart what has the same tokens but other rows: `adapter` a LoRA, `salt` a tenant, `weights` a
-    version of the model. A str, an int and bytes are never equal, and None is a name of its own. `items` are those of
-    this one prompt, in order.
+    Names keep apart what has the same tokens but other rows. A str, an int and bytes are never equal, and None is a
+    name of its own.
+
+    Attributes:
+        adapter: name of a LoRA or the like.
+        salt: name of a tenant, who shares nothing with others.
+        weights: name of a version of the model.
+        items: what stands in place of tokens in this one prompt, in order.
 
     Raises: TypeError naming the field for another type, ValueError for items out of order or overlapping.
     """
