@@ -69,14 +69,24 @@ class Retention:
 class LayerSpec:
     """The cache of one layer.
 
-    A block covers `block_size` tokens, a row `tokens_per_row` of them; of a ring `block_size` is the capacity, of a
-    state the distance of its checkpoints, and its block is one row. A query sees the last `window` tokens, its own
-    included, or those of its `chunk`; a full layer may have a window too, which then bounds what is read, not what is
-    kept. Outside readers may demand that the distance between blocks is a multiple of `block_stride_multiple` bytes
-    (page alignment is the format's); `padded_page_bytes` widens the page beyond what the rows need. A state keeps
-    `speculative_blocks` and `checkpoint_blocks` beside the running one. `num_shards`: how many different
-    tensor-parallel shards of this cache there are, None for one per rank; ranks beyond hold copies. `page_bytes` of one
-    page follow from all that, a multiple of 16, because every format aligns its pages to that.
+    Kinds: "full", "sliding_window" and "chunked" are K and V; "latent" and "latent_window" one row without a V of its
+    own (MLA, compressed MLA, indexer keys); "hidden_state" is kept for a draft model, as "full"; "ring" the last
+    `block_size` rows of a sequence in one block; "state" recurrent tensors, one row a block.
+
+    Attributes:
+        kind: one of those.
+        block_size: tokens of a block; of a ring its capacity, of a state the distance of its checkpoints.
+        format: the bytes of a row.
+        tokens_per_row: tokens that share a row, a divisor of `block_size`; 1 but for compressed latents.
+        window: tokens that a query sees, its own included. A full layer may have one too, which then bounds what is
+            read, not what is kept.
+        padded_page_bytes: bytes of a page, where it shall be wider than its rows need; a multiple of 16.
+        chunk: tokens of a chunk; a query sees those of its own chunk.
+        block_stride_multiple: bytes of which outside readers demand the distance between blocks to be a multiple.
+        speculative_blocks, checkpoint_blocks: blocks that a state keeps beside the running one.
+        num_shards: how many different tensor-parallel shards of this cache there are, beyond which ranks hold copies;
+            None: one per rank.
+        page_bytes: bytes of one page, a multiple of 16; follows from the others.
 
     Raises: PlanError for an unknown kind, a count below 1, a block that is no whole number of rows, a number that does
     not belong to the kind, and a padded page or a multiple that is too small or no multiple of 16 bytes.
