@@ -24,9 +24,16 @@ def full_attention(
     packed: bool = False,
     padded_page_bytes: int | None = None,
 ) -> LayerSpec:
-    """K and V of every token, `num_kv_heads` vectors of `head_dim` and `head_dim_v` (default: `head_dim`) elements.
+    """K and V of every token, `num_kv_heads` vectors of `head_dim` and `head_dim_v` elements.
 
-    A page holds all K rows, then all V rows; with `packed` K and V of a token lie in one row.
+    Args:
+        num_kv_heads: KV heads on this rank.
+        head_dim: elements of K per head.
+        head_dim_v: elements of V per head; None: `head_dim`.
+        dtype: of the rows: bf16, fp16, fp32, or float8_e4m3fn with one scale for the tensor, outside the cache.
+        block_size: tokens of a block.
+        packed: K and V of a token lie in one row; else a page holds all K rows, then all V rows.
+        padded_page_bytes: bytes of a page that shall be wider than its rows need, a multiple of 16.
 
     Raises: PlanError when a number is out of range.
     """
@@ -83,7 +90,13 @@ def latent(
 ) -> LayerSpec:
     """One MLA row of `latent_dim` elements per token, whose first `value_dim` are also read as V.
 
-    `tokens_per_row` > 1 is a compressed latent: one row for that many tokens. All tensor-parallel ranks hold the same.
+    All tensor-parallel ranks hold the same rows.
+
+    Args:
+        latent_dim: elements of a row, nope columns first, then rope.
+        value_dim: leading elements that are V.
+        dtype, block_size, padded_page_bytes: as `full_attention`.
+        tokens_per_row: above 1 for a compressed latent: one row for that many tokens, a divisor of `block_size`.
 
     Raises: PlanError when a number is out of range.
     """
@@ -105,7 +118,7 @@ def recurrent_state(
     kept where a step ends at a multiple of it: an engine that wants hits ends a chunk of a prompt at the last one. With
     `checkpoint_blocks` = 1 it may compute the prompt in one step, and saves the state on the way where
     `Batch.state_checkpoints` says. `speculative_blocks` are planned for engines that keep a state per draft token of
-    their own; a store does not hand them out.
+    their own; a store does not hand them out. `padded_page_bytes`: as `full_attention`.
 
     Raises: PlanError when a number is out of range.
     """
