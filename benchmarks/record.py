@@ -3,10 +3,12 @@
 import argparse
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -73,15 +75,15 @@ class Run:
         self.machine = [Measure("machine", metric, value) for metric, value in facts().items()]
         self.is_interrupted = False
         self.to_stdout = options.json == "-"
+        if options.plot is not None:
+            _check_plot(Path(options.plot))
         self._old = None if options.compare is None else read_lines(options.compare)
         self._json = None if options.json is None or self.to_stdout else _open(options.json)
         self._csv = None if options.csv is None else _open(options.csv)
-        self._progress: Progress | None = None
         if self._csv is not None:
             self._writer = csv.DictWriter(self._csv, FIELDS)
             self._writer.writeheader()
-        for each in self.machine:
-            self._write(each)
+        self.keep(each.fields(bench) for each in self.machine)
 
     def __enter__(self) -> Self:
         return self
@@ -99,18 +101,33 @@ class Run:
         """Keeps figures, and writes each."""
         for each in measures:
             self.measures.append(each)
-            self._write(each)
+            self.keep([each.fields(self.bench)])
+
+    def keep(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Writes figures as `--json` has them, those of another benchmark too."""
+        for fields in lines:
+            if self.to_stdout:
+                print(json.dumps(fields), flush=True)
+            if self._json is not None:
+                print(json.dumps(fields), file=self._json, flush=True)
+            if self._csv is not None:
+                self._writer.writerow({name: fields.get(name) for name in FIELDS})
+                self._csv.flush()
 
     def measure(self, parts: Sequence[Part]) -> None:
-        """Runs parts one after the other; of one that fails the error is kept, and no figure behind it."""
+        """Runs parts one after the other, with a progress bar."""
         with self.progress(len(parts)) as advance:
             for label, part in parts:
                 advance(label, 0)
-                try:
-                    self.add(part())
-                except Exception as error:  # whatever it is, the other parts have their say
-                    self.add([failure(label, error)])
+                self.attempt(label, part)
                 advance(label, 1)
+
+    def attempt(self, label: str, part: Callable[[], Iterable[Measure]]) -> None:
+        """Runs a part; where it fails the error is kept, and no figure behind it."""
+        try:
+            self.add(part())
+        except Exception as error:  # whatever it is, the other parts have their say
+            self.add([failure(label, error)])
 
     @contextmanager
     def progress(self, total: int) -> Iterator[Callable[[str, int], None]]:
@@ -146,16 +163,6 @@ class Run:
             print(f"{self.bench}: interrupted; these are the figures until then", file=sys.stderr)
             return INTERRUPTED
         return MISSED if missed else MET
-
-    def _write(self, each: Measure) -> None:
-        fields = each.fields(self.bench)
-        if self.to_stdout:
-            print(json.dumps(fields), flush=True)
-        if self._json is not None:
-            print(json.dumps(fields), file=self._json, flush=True)
-        if self._csv is not None:
-            self._writer.writerow(fields)
-            self._csv.flush()
 
 
 def failure(label: str, error: Exception) -> Measure:
@@ -211,15 +218,22 @@ def show_comparison(
     """A row for each figure that both runs have: then, now, now / then. Says on what other machine the old run was."""
     then = {(line["case"], line["metric"]): line for line in old if line["bench"] == bench}
     now = {(each.case, each.metric): each for each in measures}
-    table = new_table("Compared with the earlier run", ("case", "metric", "unit"), ("then", "now", "now / then"))
+    table = new_table("Compared with the earlier run", (), ())
+    for column in ("case", "metric", "unit"):
+        table.add_column(column, no_wrap=True)
+    for column in ("then", "now", "now / then"):
+        table.add_column(column, justify="right", no_wrap=True)
+    num_equal = 0
     for key, each in now.items():
         line = then.get(key)
         if line is None or line["unit"] != each.unit or each.case == "machine":
             continue
-        if is_number(each.value) and is_number(line["value"]):
+        if each.value == line["value"]:
+            num_equal += 1
+        elif is_number(each.value) and is_number(line["value"]):
             ratio = f"{each.value / line['value']:.3f}" if line["value"] else "-"
             table.add_row(*key, each.unit, shown(line["value"]), shown(each.value), ratio)
-        elif each.value != line["value"]:
+        else:
             table.add_row(*key, each.unit, shown(line["value"]), shown(each.value), "differs")
     console.print(table)
     for (case, metric), line in then.items():
@@ -232,7 +246,7 @@ def show_comparison(
             console.print(f"other {metric} then: {line['value']}", style="yellow", highlight=False)
     gone, new = then.keys() - now.keys(), now.keys() - then.keys()
     console.print(
-        f"{table.row_count} rows compared; {len(gone)} figures only then, {len(new)} only now\n", highlight=False
+        f"{num_equal} figures are equal, {len(gone)} were only then, {len(new)} are only now\n", highlight=False
     )
 
 
@@ -253,3 +267,14 @@ def _open(path: str) -> TextIO:
         return Path(path).open("w", encoding="utf-8", newline="")
     except OSError as error:
         raise UsageError(f"cannot write {path!r}: {error.strerror}") from error
+
+
+def _check_plot(path: Path) -> None:
+    """Asked before anything is measured.
+
+    Raises: UsageError where no picture can be drawn to that path.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot: needs matplotlib: pip install 'paged-kvstore[plots]'")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--plot: cannot write {str(path)!r}")
