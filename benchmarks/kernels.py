@@ -1,218 +1,230 @@
-"""Speed of the ops on the CPU, each beside torch doing the same work; a wrong result gets no speed."""
+"""Speed of the ops on this device, over sizes: beside a copy of the same bytes, torch, and other libraries.
+
+Each result is checked before it is timed; a wrong one gets no speed. A time is the median of alternated rounds. The
+roofline of a case is the longer of two times: of a copy of the same bytes, measured in the same rounds, and of its
+matrix products at the rate of a large one.
+"""
 
 import argparse
-import json
-import os
-import platform
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
-import triton
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.kernel_cases import CASES, FULL, QUICK, Call, Case
+from benchmarks.kernel_cases import COPY, OURS, Case, Contender, case_of, copy_of
+from benchmarks.kernel_data import World, difference
+from benchmarks.kernel_peers import TORCH_PEERS, Absent, Peer, contenders
+from benchmarks.kernel_peers_gpu import GPU_PEERS
+from benchmarks.kernel_shapes import FORMATS_OF, Shape, default_shapes, read_shapes
+from benchmarks.machine import best_device
+from benchmarks.options import count, names_of, new_parser
+from benchmarks.record import Measure, Run, UsageError, new_table, shown
+from benchmarks.timing import Timer, Times, matrix_rate
 
 ROUNDS, QUICK_ROUNDS = 9, 3
-Value = int | float | str
+COLD_ROUNDS, QUICK_COLD_ROUNDS = 5, 1
+PEERS: tuple[Peer, ...] = (*TORCH_PEERS, *GPU_PEERS)
+
+GATED_MOVES = tuple(Shape(op, "latent", 65_536, kv_heads=1, head_dim=576).name for op in ("write_rows", "gather_rows"))
+GATED_READS = tuple(
+    Shape("mla_decode", "latent", rows, seqs, kv_heads=1, head_dim=576).name for rows, seqs in ((1024, 8), (8192, 1))
+)
+MIN_COPY_SHARE, MIN_READ_RATIO = 0.5, 1.0
+"""On a CPU: time of a copy / time of the move; time of the fastest torch peer / time of the read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """One figure of one case; `target` is the bound it is held to, None where it is only reported."""
+class Bench:
+    """What all cases of a run share."""
 
-    case: str
-    metric: str
-    value: Value
-    unit: str
-    target: Value | None = None
-    ok: bool | None = None
-
-    def to_json(self) -> str:
-        """One line; `target` and `ok` only where there is a target."""
-        gate = {} if self.ok is None else {"target": self.target, "ok": self.ok}
-        fields = {"bench": "kernels", "case": self.case, "metric": self.metric, "value": self.value, "unit": self.unit}
-        return json.dumps({**fields, **gate})
+    timer: Timer
+    flops_per_s: float
+    rounds: int
+    cold_rounds: int
+    is_gated: bool
+    peers: tuple[Peer, ...]
 
 
-def machine() -> list[Measure]:
-    """What the figures belong to."""
-    facts = (
-        ("cpu", cpu_name()),
-        ("threads", torch.get_num_threads()),
-        ("torch", str(torch.__version__)),
-        ("triton", str(triton.__version__)),
-    )
-    return [Measure("machine", metric, value, "") for metric, value in facts]
+def measure_shape(shape: Shape, bench: Bench) -> Iterator[Measure]:
+    """Every figure of a shape: ours, a copy's, and each peer's or why it has none. A wrong result: its difference."""
+    device = bench.timer.device
+    world = World(shape, device)
+    case = case_of(world)
+    if (wrong := check(case.ours)) is not None:
+        yield Measure(shape.name, "difference", *wrong, 0 if wrong[1] == "B" else 1, False)
+        return
+    found = [_checked(each) for each in contenders(world, bench.peers)]
+    running = [each for each in found if isinstance(each, Contender)]
+    calls = [case.ours.call, copy_of(case.num_bytes, device), *(peer.call for peer in running)]
+    warm = bench.timer.warm(calls, bench.rounds, lambda: None)
+    cold = bench.timer.cold(calls[:2], bench.cold_rounds)
+    yield from ours(case, warm[0], cold[0], (warm[1], cold[1]), bench.flops_per_s)
+    yield from _figures(f"{shape.name} | {COPY}", case.num_bytes, warm[1], cold[1])
+    for peer, times in zip(running, warm[2:], strict=True):
+        name = f"{shape.name} | {peer.name}"
+        yield from _figures(name, case.num_bytes, times, None)
+        yield Measure(name, "ratio", round(times.median / warm[0].median, 3), "x")
+        if peer.differs:
+            yield Measure(name, "differs", peer.differs)
+    for each in found:
+        if isinstance(each, Absent):
+            yield Measure(f"{shape.name} | {each.name}", "absent", each.why)
+    if bench.is_gated and device.type == "cpu":
+        yield from gates(shape, warm, [peer.name for peer in running])
 
 
-def cpu_name() -> str:
-    """The processor as Linux names it, and how many of it there are."""
+def check(contender: Contender) -> tuple[float, str] | None:
+    """What is wrong with the result of a call, None where nothing is."""
+    contender.call()
+    return difference(contender.results(), contender.expected())
+
+
+def _checked(peer: Contender | Absent) -> Contender | Absent:
+    """The peer, or why it gets no speed."""
+    if isinstance(peer, Absent):
+        return peer
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} x {names[0] if names else platform.processor() or platform.machine()}"
+        wrong = check(peer)
+    except Exception as error:  # another version of it, say
+        return Absent(peer.name, f"failed: {type(error).__name__}: {error}"[:200])
+    return peer if wrong is None else Absent(peer.name, f"wrong: differs by {wrong[0]:g} {wrong[1]}")
 
 
-def find_difference(case: Case) -> Measure | None:
-    """Runs the op once; what is wrong with its result, None when nothing is."""
-    results, expected = case.run(), case.expected()
-    for result, (wanted, allowed) in zip(results, expected, strict=True):
-        if allowed is None:
-            differs = result.contiguous().view(torch.uint8) != wanted.contiguous().view(torch.uint8)
-            if count := int(differs.sum()):
-                return Measure(case.name, "difference", count, "B", 0, False)
-            continue
-        share = ((result.double() - wanted).abs() / allowed).nan_to_num(nan=torch.inf).max().item()
-        if share > 1:
-            return Measure(case.name, "difference", round(share, 3), "x what rounding may change", 1, False)
-    return None
+def ours(case: Case, warm: Times, cold: Times, copies: tuple[Times, Times], flops_per_s: float) -> Iterator[Measure]:
+    """The figures of our op, its share of the roofline among them."""
+    name = case.shape.name
+    yield from _figures(name, case.num_bytes, warm, cold)
+    if case.num_flops:
+        yield Measure(name, "rate", round(case.num_flops / warm.median / 1e9, 2), "GFLOP/s")
+    for metric, times, copy in (("roofline", warm, copies[0]), ("cold_roofline", cold, copies[1])):
+        least = max(copy.median, case.num_flops / flops_per_s)
+        yield Measure(name, metric, round(least / times.median, 3), "of it")
 
 
-def fastest(calls: Sequence[Call], rounds: int, advance: Callable[[], None]) -> list[float]:
-    """The least time of each call in seconds; they take turns, so that all see the same machine.
-
-    Each is timed right behind a run of its own: none finds in the caches what another has left there.
-    """
-    least = [float("inf")] * len(calls)
-    for _ in range(rounds):
-        for idx, call in enumerate(calls):
-            call()
-            begin = time.perf_counter()
-            call()
-            least[idx] = min(least[idx], time.perf_counter() - begin)
-        advance()
-    return least
+def _figures(name: str, num_bytes: int, warm: Times, cold: Times | None) -> Iterator[Measure]:
+    yield Measure(name, "bytes", num_bytes, "B")
+    yield Measure(name, "time", round(1e3 * warm.median, 5), "ms")
+    yield Measure(name, "spread", round(100 * warm.spread, 1), "%")
+    yield Measure(name, "bandwidth", _digits(num_bytes / warm.median / 1e9), "GB/s")
+    yield Measure(name, "timed_by", warm.by)
+    if cold is not None:
+        yield Measure(name, "cold_time", round(1e3 * cold.median, 5), "ms")
+        yield Measure(name, "cold_bandwidth", _digits(num_bytes / cold.median / 1e9), "GB/s")
 
 
-def measure(case: Case, rounds: int, is_gated: bool, advance: Callable[[], None]) -> Iterator[Measure]:
-    """Every figure of a case, or its difference alone."""
-    if (wrong := find_difference(case)) is not None:
-        yield wrong
-        return
-    ours, *others = fastest([case.run, *case.rivals.values()], rounds, advance)
-    yield Measure(case.name, "time", round(1e3 * ours, 4), "ms")
-    if case.num_bytes:
-        yield Measure(case.name, "speed", round(case.num_bytes / ours / 1e9, 2), "GB/s")
-    if not others:
-        return
-    rival_time, rival = min(zip(others, case.rivals, strict=True))
-    ratio = round(rival_time / ours, 3)
-    yield Measure(case.name, "rival", rival, "")
-    yield Measure(case.name, "rival_time", round(1e3 * rival_time, 4), "ms")
-    if case.target is None or not is_gated:
-        yield Measure(case.name, "ratio", ratio, "x")
-    else:
-        yield Measure(case.name, "ratio", ratio, "x", case.target, ratio >= case.target)
+def _digits(value: float) -> float:
+    """Four digits that mean something."""
+    return float(f"{value:.4g}")
+
+
+def gates(shape: Shape, warm: Sequence[Times], peers: Sequence[str]) -> Iterator[Measure]:
+    """The targets on a CPU. `warm`: of ours, of a copy, of the peers."""
+    if shape.name in GATED_MOVES:
+        share = round(warm[1].median / warm[0].median, 3)
+        yield Measure(shape.name, "of_copy", share, "x", MIN_COPY_SHARE, share >= MIN_COPY_SHARE)
+    torch_names = {peer.name for peer in TORCH_PEERS}
+    rivals = [times.median for name, times in zip(peers, warm[2:], strict=True) if name in torch_names]
+    if shape.name in GATED_READS and rivals:
+        ratio = round(min(rivals) / warm[0].median, 3)
+        yield Measure(shape.name, "of_torch", ratio, "x", MIN_READ_RATIO, ratio >= MIN_READ_RATIO)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark. Returns 0 when every target is met, 1 when one is missed, 2 for a caller's mistake."""
     options = _parse(arguments)
-    sizes, rounds = (QUICK, QUICK_ROUNDS) if options.quick else (FULL, ROUNDS)
-    facts, measures = machine(), []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=rounds * len(options.cases))
-        for done, name in enumerate(options.cases):
-            progress.update(bar, description=name, completed=rounds * done)
-            case = CASES[name](sizes)
-            measures += measure(case, rounds, not options.quick, lambda: progress.advance(bar))
-    lines = "\n".join(each.to_json() for each in (*facts, *measures))
-    if options.json == "-":
-        print(lines)
-    else:
-        console = Console()
-        print_report(console if console.is_terminal else Console(width=120), facts, measures, rounds)
-    try:
-        if options.json not in (None, "-"):
-            Path(options.json).write_text(lines + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"python -m benchmarks kernels: cannot write {options.json!r}: {error.strerror}", file=sys.stderr)
-        return 2
-    missed = [each for each in measures if each.ok is False]
-    for each in missed:
-        print(f"missed: {each.case}: {each.metric} {each.value} {each.unit} (target {each.target})", file=sys.stderr)
-    return 1 if missed else 0
-
-
-def print_report(console: Console, facts: Sequence[Measure], measures: Sequence[Measure], rounds: int) -> None:
-    """The machine and a line for each case."""
-    cpu, threads, torch_version, triton_version = (each.value for each in facts)
-    console.print(f"{cpu}, {threads} threads; torch {torch_version}, triton {triton_version}\n", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("case", "beside"):
-        table.add_column(column, no_wrap=True)
-    for column in ("ms", "GB/s", "its ms", "ratio", "target"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for case in dict.fromkeys(each.case for each in measures):
-        figures = {each.metric: each for each in measures if each.case == case}
-        if "difference" in figures:
-            wrong = figures["difference"]
-            table.add_row(case, f"[red]wrong: differs by {wrong.value} {wrong.unit}[/]")
-            continue
-        ratio = figures.get("ratio")
-        shown = "" if ratio is None else f"{ratio.value:.2f}"
-        if ratio is not None and ratio.ok is not None:
-            shown = f"[{'green' if ratio.ok else 'red'}]{shown}[/]"
-        table.add_row(
-            case,
-            _shown(figures.get("rival")),
-            *(_shown(figures.get(metric)) for metric in ("time", "speed", "rival_time")),
-            shown,
-            "" if ratio is None or ratio.target is None else f"{ratio.target:.1f}",
+    device = best_device() if options.device is None else torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device: expected a device that torch can use, got cuda and no GPU")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    shapes = read_shapes(options.shapes) if options.shapes else default_shapes(options.quick, device.type == "cuda")
+    shapes = [shape for shape in shapes if shape.op in options.ops]
+    with Run("kernels", options) as run:
+        bench = Bench(
+            Timer(device),
+            matrix_rate(device),
+            QUICK_ROUNDS if options.quick else ROUNDS,
+            QUICK_COLD_ROUNDS if options.quick else COLD_ROUNDS,
+            not options.quick,
+            () if options.no_peers else PEERS,
         )
-    console.print(table)
+        run.add([Measure("machine", "matrix_rate", round(bench.flops_per_s / 1e9), "GFLOP/s")])
+        run.measure([(shape.name, partial(measure_shape, shape, bench)) for shape in shapes])
+    return run.finish(partial(show, rounds=bench.rounds), draw)
+
+
+def draw(measures: Sequence[Measure], path: Path) -> None:
+    """Imported only here: matplotlib is an extra."""
+    from benchmarks.kernel_plot import draw_bandwidth
+
+    draw_bandwidth(measures, path)
+
+
+def show(console: Console, measures: Sequence[Measure], rounds: int) -> None:
+    """A table for each op: a line for ours, for a copy, and for each peer of a shape."""
+    by_case: dict[str, dict[str, Measure]] = {}
+    for each in measures:
+        by_case.setdefault(each.case, {})[each.metric] = each
+    machine = by_case.pop("machine", {})
+    for op in FORMATS_OF:
+        cases = {case: figures for case, figures in by_case.items() if case.partition(",")[0] == op}
+        if cases:
+            _show_op(console, op, cases)
+    if machine:
+        console.print(
+            f"Matrix rate: {shown(machine['matrix_rate'].value)} GFLOP/s, of a large product.", highlight=False
+        )
     console.print(
-        f"Least of {rounds} alternated runs, after a check of the result. GB/s: bytes read and written. ratio: time of "
-        "what stands beside it / time of the op.",
+        f"Median of {rounds} alternated rounds after a check of the result; +-: distance of the quartiles. Cold: none\n"
+        "of the bytes in a cache. GB/s: bytes that the op must read and write. roofline: the longer of a copy of the\n"
+        "same bytes and the products at the matrix rate, over the time. / ours: its time over ours, warm.\n",
         highlight=False,
     )
 
 
-def _shown(figure: Measure | None) -> str:
-    if figure is None:
-        return ""
-    return f"{figure.value:,.2f}" if isinstance(figure.value, float) else str(figure.value)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers a mistake in one line, without the usage text, and names the options there are."""
-
-    def error(self, message: str) -> NoReturn:
-        known = ", ".join(name for action in self._actions for name in action.option_strings if name.startswith("--"))
-        self.exit(2, f"{self.prog}: {message}; known: {known}\n")
+def _show_op(console: Console, op: str, cases: dict[str, dict[str, Measure]]) -> None:
+    table = new_table(op, ())
+    for column in ("shape", "by"):
+        table.add_column(column, no_wrap=True)
+    for column in ("ms", "+- %", "GB/s", "cold ms", "cold GB/s", "roofline", "cold", "/ ours"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("differs, or why not")
+    previous = ""
+    for case, figures in cases.items():
+        shape, _, by = case.partition(" | ")
+        label = "" if shape == previous else shape.partition(", ")[2]
+        previous = shape
+        if "difference" in figures:
+            wrong = figures["difference"]
+            table.add_row(label, OURS, *[""] * 8, f"[red]wrong: differs by {shown(wrong.value)} {wrong.unit}[/]")
+            continue
+        if "wrong" in figures:
+            table.add_row(label, OURS, *[""] * 8, f"[red]{figures['wrong'].value}[/]")
+            continue
+        metrics = ("time", "spread", "bandwidth", "cold_time", "cold_bandwidth", "roofline", "cold_roofline", "ratio")
+        cells = [shown(figures[metric].value) if metric in figures else "" for metric in metrics]
+        gate = next((each for each in figures.values() if each.ok is not None), None)
+        remark = next((str(figures[metric].value) for metric in ("absent", "differs") if metric in figures), "")
+        if gate is not None:
+            remark = f"[{'green' if gate.ok else 'red'}]{gate.metric} {gate.value} (wants {gate.target})[/]"
+        table.add_row(label, by or f"[bold]{OURS}[/]", *cells, remark)
+    console.print(table)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m benchmarks kernels", description=__doc__, allow_abbrev=False)
+    parser = new_parser("kernels", __doc__, "few rows, few rounds, no targets: does it run at all", plots=True)
     parser.add_argument(
-        "--cases", type=_cases, default=tuple(CASES), metavar="NAME,NAME", help=f"of {', '.join(CASES)}"
+        "--ops",
+        type=names_of(FORMATS_OF),
+        default=tuple(FORMATS_OF),
+        metavar="NAME,NAME",
+        help=f"of {', '.join(FORMATS_OF)}",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="few rows, three rounds and no targets: does it run at all"
-    )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="one JSON object per line, to FILE or instead of the table",
-    )
+    parser.add_argument("--shapes", metavar="FILE", help="a JSON object on each line, in the place of the usual shapes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: a GPU if there is one)")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of torch on a CPU")
+    parser.add_argument("--no-peers", action="store_true", help="only our ops and the copy")
     return parser.parse_args(arguments)
-
-
-def _cases(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in CASES:
-            raise argparse.ArgumentTypeError(f"expected names out of {', '.join(CASES)}, got {name!r}")
-    return names
