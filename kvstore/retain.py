@@ -21,8 +21,8 @@ PINNED = 101
 class KeepTokens:
     """What tokens [start, end) are worth; without `end` all from `start` on, those still to come included.
 
-    `priority` 0 goes first, 100 last. After `ttl` seconds the priority lapses, None is never. A pinned range is not
-    evicted at all, so a priority says nothing about it.
+    `priority` 0 goes first, 100 last. After `ttl` seconds of the store's clock the priority lapses, None is never. A
+    pinned range is not evicted at all, so a priority says nothing about it.
 
     Raises: TypeError for another type; ValueError for start < 0, an empty range, a priority outside 0 to 100 or next
     to `pinned`, a ttl that is not a finite number above 0.
@@ -53,7 +53,7 @@ class KeepTokens:
 
     @property
     def rank(self) -> int:
-        """The priority, or PINNED."""
+        """The priority; 101, above every priority, for a pinned range."""
         return PINNED if self.pinned else self.priority
 
 
