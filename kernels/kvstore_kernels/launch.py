@@ -11,6 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from kvstore_kernels.checks import next_power_of_2
 
 BACKENDS = ("triton", "reference")
+"""The names that every op takes as `backend`: Triton kernels, or the same in torch."""
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run under Triton's interpreter: TRITON_INTERPRET=1 when this module was imported."""
