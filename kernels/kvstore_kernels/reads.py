@@ -217,6 +217,8 @@ def workspace_numel(num_tokens: int, num_heads: int, value_dim: int, num_splits:
         num_heads: query heads.
         value_dim: columns of the output.
         num_splits: what the read is given; of a sparse read over two lists twice that.
+
+    Raises: nothing; the read says what is wrong with its workspace.
     """
     return num_tokens * num_heads * num_splits * (value_dim + 1)
 
