@@ -362,6 +362,8 @@ def kv_format(
     A page holds all K rows and behind them all V rows, each [rows, num_kv_heads, head_dim]; with `packed` it holds
     one row per token: K of all heads, then V of all heads. `head_dim_v` defaults to `head_dim`. Rows of an fp8 dtype
     are codes, K and V with one fp32 scale each outside the cache.
+
+    Raises: TypeError or ValueError for numbers out of range, TypeError for a dtype that is none.
     """
     key = RowPart("k", dtype, num_kv_heads, head_dim)
     width_v = head_dim if head_dim_v is None else head_dim_v
@@ -379,6 +381,8 @@ def latent_format(latent_dim: int, value_dim: int, dtype: torch.dtype = torch.bf
 
     DeepSeek V2 / V3: latent_dim 576, value_dim 512. The row is replicated over tensor-parallel ranks. Rows of an fp8
     dtype are codes with one fp32 scale outside the cache.
+
+    Raises: TypeError or ValueError for numbers out of range, TypeError for a dtype that is none.
     """
     expect_int("latent_dim", latent_dim, 1)
     expect_int("value_dim", value_dim, 1, latent_dim)
