@@ -58,7 +58,9 @@ def vllm_metadata(
         out: int32 [n, width], to hold the table at a fixed address, as graphs with windows need it; `width` is the
             blocks of `max_seq_len` rows.
 
-    Raises: ValueError for another reader or sentinel, a wrong `out`, and as `layer_batch`.
+    Raises: ValueError for another reader or sentinel, a wrong `out`, a layer that the reader cannot read (with the
+        reasons of `export_check`), a finished batch, a store without bytes, a batch of several tokens whose rows are
+        not all stored, and one whose rows are several tokens each; TypeError for something else than a batch.
     """
     if reader not in ("vllm", "flash_attention"):
         raise ValueError(f"reader: expected 'vllm' or 'flash_attention', got {reader!r}")
