@@ -39,7 +39,7 @@ class FlashMlaMetadata:
 def flash_mla_metadata(store: KVStore, layer: str, batch: Batch) -> FlashMlaMetadata:
     """What FlashMLA's dense decode takes. Allocates nothing: all tensors are the batch's and the store's own.
 
-    Raises: ValueError for a batch whose sequences differ in their number of new tokens, and as `layer_batch`.
+    Raises: ValueError for a batch whose sequences differ in their number of new tokens, and as `vllm_metadata`.
     """
     found = layer_batch(store, layer, batch, "flash_mla")
     return _flash_mla(found, found.view.tensor("latent"))
@@ -83,7 +83,7 @@ def flash_mla_indices(
     Returns: int32 [n, s_q, k rounded up to 64]; -1 for none, rows that are not held, and the added ones.
 
     Raises: ValueError for `rows` of another shape, dtype or device, with `flat` for a block stride that is no whole
-        number of rows, and as `layer_batch`.
+        number of rows, and as `vllm_metadata`.
     """
     found = layer_batch(store, layer, batch, "flash_mla_sparse")
     table, per_block = found.table, found.rows_per_block
