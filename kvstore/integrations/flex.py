@@ -73,7 +73,7 @@ def flex_metadata(
             `kernel_options`). None: the most that a page and a block are a multiple of, so that no tile reaches into
             foreign bytes.
 
-    Raises: ValueError / TypeError for tiles that are no positive integers, and ValueError as `layer_batch`.
+    Raises: ValueError / TypeError for tiles that are no positive integers, and as `vllm_metadata`.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -101,7 +101,7 @@ def flex_finite_value(store: KVStore, layer: str, batch: Batch) -> torch.Tensor:
 
     A copy of every row of the slot tensor, for tests and for stores that leave NaN in their pages.
 
-    Raises: ValueError as `layer_batch`.
+    Raises: as `vllm_metadata`.
     """
     found = layer_batch(store, layer, batch, "flex")
     _, value, block_rows = _row_axes(found)
