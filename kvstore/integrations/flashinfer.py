@@ -46,7 +46,7 @@ def flashinfer_metadata(store: KVStore, layer: str, batch: Batch, kv_layout: str
     Allocates the five index tensors and copies them from the host; FlashInfer's own `plan` reads the offsets back and
     waits for the device. A captured graph copies them into buffers of its wrapper.
 
-    Raises: ValueError for another kv_layout, and as `layer_batch`.
+    Raises: ValueError for another kv_layout, and as `vllm_metadata`.
     """
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
@@ -101,7 +101,7 @@ def flashinfer_mla_metadata(store: KVStore, layer: str, batch: Batch) -> FlashIn
     Pages of one block lie a whole block apart, so the page stride is larger than the page where other layers share the
     block: try a version of FlashInfer with such strides before relying on it. Allocates the page lists, from the host.
 
-    Raises: ValueError as `layer_batch`.
+    Raises: as `vllm_metadata`.
     """
     found = layer_batch(store, layer, batch, "flashinfer_mla")
     csr = store.csr_table(layer, batch)
