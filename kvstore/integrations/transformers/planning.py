@@ -39,7 +39,8 @@ def model_specs(model: Any, *, block_size: int | None = None) -> dict[str, AnySp
         model: a transformers model, or its config; a config without a dtype counts as bfloat16.
         block_size: tokens of a block; None: the family's own, 16, of latent rows 64, of DeepSeek V4 256.
 
-    Raises: ValueError for a model type that is none of `FAMILIES`; PlanError as `specs_from_config`.
+    Raises: TypeError for something else than a model or its config; ValueError for a model type that is none of
+        `FAMILIES`; PlanError as `specs_from_config`.
     """
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
