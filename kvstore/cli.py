@@ -14,6 +14,7 @@ from rich.console import Console
 import kvstore
 from kvstore.choose import GROUPINGS
 from kvstore.errors import PlanError
+from kvstore.model_list import show_models
 from kvstore.plan import CachePlan
 from kvstore.plan_tables import show_comparison, show_plan
 from kvstore.planner import LAYOUTS, plan_cache
@@ -21,6 +22,8 @@ from kvstore.score import LENGTHS
 from kvstore.spec_json import specs_from_json
 
 BAD_USAGE = 2
+
+EXAMPLE = "gemma-3-27b"
 
 MIN_WIDTH = 80
 """Columns that tables take at least: in fewer, numbers would be cut off."""
@@ -43,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse leaves by exception, also after --help
         return stop.code if isinstance(stop.code, int) else 0
     try:
+        if options.list:
+            return _list(options)
         plan = _plan(options)
         other = None if options.compare is None else _other(Path(options.compare))
         if options.plot is not None:
@@ -62,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(plan: CachePlan, other: CachePlan | None, options: argparse.Namespace) -> None:
-    console = Console(markup=False, emoji=False, highlight=False)
-    console.width = max(console.width, MIN_WIDTH)
+    console = _console()
     if options.json:
         print(plan.to_json())
     elif options.explain:
@@ -74,6 +78,12 @@ def _print(plan: CachePlan, other: CachePlan | None, options: argparse.Namespace
         show_plan(plan, console)
 
 
+def _console() -> Console:
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.width = max(console.width, MIN_WIDTH)
+    return console
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="kvstore", description="A paged KV-cache store for LLM inference engines.", allow_abbrev=False
@@ -82,10 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="plan the cache memory of a model", allow_abbrev=False)
     plan.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a Hugging Face config.json, or the folder that holds it"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help=f"a Hugging Face config.json, the folder that holds it, or a bundled model such as {EXAMPLE}",
     )
+    plan.add_argument("--list", action="store_true", help="show the bundled models, and plan nothing")
     plan.add_argument("--specs", metavar="FILE", help="a JSON list of layer specs, in the place of CONFIG")
-    size = plan.add_mutually_exclusive_group(required=True)
+    size = plan.add_mutually_exclusive_group()
     size.add_argument("--memory", metavar="SIZE", help="memory to plan for, with its unit: 8GiB, 80GB, 512MiB")
     size.add_argument("--frames", metavar="N", type=int, help="number of frames instead, the null frame counted")
     choice = plan.add_argument_group("what is open to choice")
@@ -133,10 +147,23 @@ def _lengths(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected numbers of tokens such as 512,8192, got {text!r}") from None
 
 
+def _list(options: argparse.Namespace) -> int:
+    for name in ("config", "specs", "memory", "frames"):
+        if getattr(options, name) is not None:
+            raise PlanError(f"--list: expected nothing beside it, got {getattr(options, name)!r}")
+    show_models(_console())
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> CachePlan:
-    if (options.config is None) == (options.specs is None):
-        got = "neither" if options.specs is None else "both"
-        raise PlanError(f"expected exactly one of CONFIG and --specs, got {got}")
+    model = options.config or (f"--specs {options.specs}" if options.specs else EXAMPLE)
+    example = f"for example: kvstore plan {model} --memory 64GiB"
+    if options.config is not None and options.specs is not None:
+        raise PlanError("expected one of CONFIG and --specs, got both")
+    if options.config is None and options.specs is None:
+        raise PlanError(f"expected a CONFIG or --specs, got neither; {example} (kvstore plan --list shows more names)")
+    if options.memory is None and options.frames is None:
+        raise PlanError(f"expected one of --memory and --frames, got neither; {example}")
     return plan_cache(
         options.config if options.specs is None else specs_from_json(options.specs),
         memory=options.memory,

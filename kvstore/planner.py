@@ -65,9 +65,10 @@ def plan_cache(
 ) -> CachePlan:
     """Plans the cache arena of a model.
 
-    `model` is a Hugging Face config (a mapping, the path of a JSON file or of a folder with a config.json, a
-    transformers config object), a mapping {layer name: LayerSpec, Alias or NoCache}, or a list of CacheGroup. The
-    arguments from `kv_dtype` on belong to a config, see `specs_from_config`; `grouping` to a config or specs.
+    `model` is a Hugging Face config (a mapping, the path of a JSON file or of a folder with a config.json, the name of
+    a bundled model such as "gemma-3-27b", a transformers config object), a mapping {layer name: LayerSpec, Alias or
+    NoCache}, or a list of CacheGroup. The arguments from `kv_dtype` on belong to a config, see `specs_from_config`;
+    `grouping` to a config or specs.
 
     Exactly one of `memory` (bytes, or text such as "80GiB") and `num_frames` (the null frame counted) is given. The
     plan with the fewest bytes per sequence at `lengths` tokens is made, see `kvstore.choose`; `grouping` and `layout`

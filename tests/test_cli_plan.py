@@ -5,17 +5,17 @@ import re
 import runpy
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 import kvstore
 from kvstore import cli
+from kvstore.models.bundled import CONFIGS
 from kvstore.plan import CachePlan
 from kvstore.planner import plan_cache
 
-MODELS = Path(__file__).parent / "data/models"
-LLAMA, DEEPSEEK, GEMMA = (str(MODELS / f"{name}.json") for name in ("llama-3.1-8b", "deepseek-v3", "gemma-3-4b"))
+LLAMA, DEEPSEEK, GEMMA = "llama-3.1-8b", "deepseek-v3", "gemma-3-4b"
+LLAMA_FILE = str(CONFIGS / f"{LLAMA}.json")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_plan_prints_tables(run):
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-4b", "deepseek-v4-flash", "qwen3-next-80b-a3b"])
 def test_no_table_breaks_a_number_at_80_columns(run, model, layout):
     """Digits between commas come in threes, no line begins with a unit, and nothing is cut off."""
-    status, out, _ = run("plan", MODELS / f"{model}.json", "--memory", "64GiB", "--layout", layout)
+    status, out, _ = run("plan", model, "--memory", "64GiB", "--layout", layout)
     assert status == 0
     assert max(map(len, out.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in out
@@ -164,7 +164,7 @@ def test_explain_is_the_text_of_the_plan(run):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_option_reaches_the_planner(run, model, arguments, options):
-    path = MODELS / f"{model}.json"
+    path = model
     status, out, err = run("plan", path, "--memory", "16GiB", "--json", *arguments.split())
     assert (status, err) == (0, "")
     assert CachePlan.from_json(out) == plan_cache(path, memory="16GiB", **options)
@@ -185,7 +185,7 @@ def test_specs_in_the_place_of_a_config(run, tmp_path):
 
 
 def test_plan_of_a_folder(run, tmp_path):
-    (tmp_path / "config.json").write_text(Path(DEEPSEEK).read_text())
+    (tmp_path / "config.json").write_text((CONFIGS / "deepseek-v3.json").read_text())
     status, out, _ = run("plan", tmp_path, "--memory", "64GiB")
     assert status == 0
     assert "latent bfloat16" in out
@@ -193,7 +193,7 @@ def test_plan_of_a_folder(run, tmp_path):
 
 
 def test_plan_of_a_model_without_caches(run, tmp_path):
-    config = json.loads(Path(DEEPSEEK).read_text()) | {"num_hidden_layers": 0}
+    config = json.loads((CONFIGS / "deepseek-v3.json").read_text()) | {"num_hidden_layers": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, out, _ = run("plan", tmp_path, "--memory", "1GiB")
     assert (status, out) == (0, "No layer keeps a cache: 0 B, 1 block (the null block).\n")
@@ -204,11 +204,20 @@ def test_plan_of_a_model_without_caches(run, tmp_path):
     [
         ([], "kvstore: the following arguments are required: COMMAND"),
         (["plans"], "kvstore: argument COMMAND: invalid choice: 'plans'"),
-        (["plan"], "kvstore plan: one of the arguments --memory --frames is required"),
-        (["plan", "--memory", "1GiB"], "kvstore plan: expected exactly one of CONFIG and --specs, got neither"),
-        (["plan", LLAMA, "--specs", "x", "--frames", "3"], "expected exactly one of CONFIG and --specs, got both"),
+        (
+            ["plan"],
+            "kvstore plan: expected a CONFIG or --specs, got neither; for example: kvstore plan gemma-3-27b --mem",
+        ),
+        (
+            ["plan", "--memory", "1GiB"],
+            "got neither; for example: kvstore plan gemma-3-27b --memory 64GiB (kvstore plan --l",
+        ),
+        (
+            ["plan", LLAMA, "--specs", "x", "--frames", "3"],
+            "kvstore plan: expected one of CONFIG and --specs, got both",
+        ),
         (["plan", "--specs", "no.json", "--frames", "3"], "kvstore plan: specs: cannot read 'no.json': No such file"),
-        (["plan", "--specs", LLAMA, "--frames", "3"], "kvstore plan: specs: expected a list of objects, got dict"),
+        (["plan", "--specs", LLAMA_FILE, "--frames", "3"], "kvstore plan: specs: expected a list of objects, got dict"),
         (
             ["plan", LLAMA, "--frames", "3", "--lengths", "1k"],
             "kvstore plan: argument --lengths: expected numbers of tokens such as 512,8192, got '1k'",
@@ -223,7 +232,7 @@ def test_plan_of_a_model_without_caches(run, tmp_path):
         (["plan", LLAMA, "--frames", "3", "--json", "--explain"], "--explain: not allowed with argument --json"),
         (["plan", LLAMA, "--frames", "3", "--json", "--compare", "x"], "--compare: not allowed with argument --json"),
         (["plan", LLAMA, "--frames", "3", "--compare", "no.json"], "plan: --compare: cannot read 'no.json': No such"),
-        (["plan", LLAMA, "--frames", "3", "--compare", LLAMA], "version: expected a plan of version 2, got None"),
+        (["plan", LLAMA, "--frames", "3", "--compare", LLAMA_FILE], "version: expected a plan of version 2, got None"),
         (
             ["plan", LLAMA, "--frames", "3", "--plot", "plan.pdf"],
             "kvstore plan: plot: expected a path that ends in .svg or .png, got 'plan.pdf'",
@@ -232,7 +241,7 @@ def test_plan_of_a_model_without_caches(run, tmp_path):
             ["plan", LLAMA, "--frames", "3", "--plot", "no/such/folder/plan.svg"],
             "kvstore plan: --plot: cannot write 'no/such/folder/plan.svg': No such file or directory",
         ),
-        (["plan", LLAMA], "kvstore plan: one of the arguments --memory --frames is required"),
+        (["plan", LLAMA], "one of --memory and --frames, got neither; for example: kvstore plan llama-3.1-8b --memory"),
         (["plan", LLAMA, "--memory", "1GiB", "--frames", "3"], "argument --frames: not allowed with argument --memory"),
         (["plan", LLAMA, "--frames", "many"], "kvstore plan: argument --frames: invalid int value: 'many'"),
         (["plan", LLAMA, "--frames", "1"], "kvstore plan: num_frames: expected an integer >= 2, got 1"),
@@ -248,10 +257,12 @@ def test_plan_of_a_model_without_caches(run, tmp_path):
         (["plan", LLAMA, "--memory", "8GiB", "--kv-dtype", "fp7"], "kvstore plan: kv_dtype: expected one of "),
         (["plan", LLAMA, "--memory", "8GiB", "--block-size", "0"], "block_size: expected an integer >= 1, got 0"),
         (["plan", LLAMA, "--memory", "8GiB", "--tensor-parallel", "3"], "expected a divisor or a multiple of the 8 KV"),
+        (["plan", "--list", LLAMA], "kvstore plan: --list: expected nothing beside it, got 'llama-3.1-8b'"),
+        (["plan", "--list", "--memory", "8GiB"], "kvstore plan: --list: expected nothing beside it, got '8GiB'"),
         (["plan", LLAMA, "--memory", "8GiB", "--mem", "9GiB"], "kvstore: unrecognized arguments: --mem 9GiB"),
         (
             ["plan", "no/such.json", "--memory", "8GiB"],
-            "kvstore plan: config: cannot read 'no/such.json': No such file",
+            "kvstore plan: config: expected the path of a JSON file or of a folder with a config.json, or the name of",
         ),
     ],
 )

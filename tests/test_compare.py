@@ -1,7 +1,6 @@
 """Two plans side by side: `kvstore plan CONFIG --compare other.json`."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from kvstore.plan_tables import differences
 from kvstore.planner import plan_cache
 from kvstore.specs import Alias
 
-GEMMA = Path(__file__).parent / "data/models/gemma-3-4b.json"
+GEMMA = "gemma-3-4b"
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def compare(capsys, monkeypatch, tmp_path):
 
     def compare(other, *arguments):
         (tmp_path / "other.json").write_text(other if isinstance(other, str) else other.to_json())
-        status = cli.main(["plan", str(GEMMA), *arguments, "--compare", str(tmp_path / "other.json")])
+        status = cli.main(["plan", GEMMA, *arguments, "--compare", str(tmp_path / "other.json")])
         output = capsys.readouterr()
         return status, [" ".join(line.split()) for line in output.out.splitlines()], output.err
 
@@ -119,7 +118,7 @@ def test_an_edited_plan_is_refused(compare):
 
 def test_a_file_that_is_no_text(capsys, tmp_path):
     (tmp_path / "other.json").write_bytes(b"\xff\xfe\x00")
-    assert cli.main(["plan", str(GEMMA), "--memory", "8GiB", "--compare", str(tmp_path / "other.json")]) == 2
+    assert cli.main(["plan", GEMMA, "--memory", "8GiB", "--compare", str(tmp_path / "other.json")]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert "codec can't decode" in output.err

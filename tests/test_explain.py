@@ -23,7 +23,7 @@ from kvstore.wording import group_range
 from kvstore_kernels.formats import kv_format
 
 DATA = Path(__file__).parent / "data"
-LLAMA = DATA / "models/llama-3.1-8b.json"
+LLAMA = "llama-3.1-8b"
 CASES = {case["id"]: case for case in json.loads((DATA / "planning_models.json").read_text())["cases"]}
 
 
@@ -169,7 +169,7 @@ def test_frames_show_blocks_strides_and_the_cap():
 
 
 def test_the_layout_taken_has_a_star_and_a_reason():
-    plan = plan_cache(DATA / "models/gemma-3-4b.json", memory="64GiB", grouping="equal")
+    plan = plan_cache("gemma-3-4b", memory="64GiB", grouping="equal")
     lines = squeezed(plan.explain())
     starred = " ".join(f"{entry.layout}{' *' * (entry.layout == plan.layout)}" for entry in plan.considered)
     assert starred in lines
@@ -231,7 +231,7 @@ def test_layers_that_read_another_cache_or_none():
 
 def test_many_groups_are_no_wall_of_text():
     """36 groups of one state each are one entry, and a sum of 37 terms is two."""
-    plan = plan_cache(DATA / "models/qwen3-next-80b-a3b.json", memory="64GiB", grouping="packed", layout="overlay")
+    plan = plan_cache("qwen3-next-80b-a3b", memory="64GiB", grouping="packed", layout="overlay")
     assert (len(plan.groups), [len(run) for run in alike(plan)]) == (37, [36, 1])
     lines = plan.explain().splitlines()
     assert "  state_b16.0 ... state_b16.35 (36): 36 groups, each of 1 layer, state, 1 block, 16 tokens a block" in lines

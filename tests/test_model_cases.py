@@ -30,7 +30,7 @@ LATENT_BLOCKS = {"deepseek-v2-lite/bf16-b16": 16, "deepseek-v3/bf16-b16": 16}
 
 def specs_of(case, **options):
     named = {key: value for key, value in case["options"].items() if key != "block_step"}
-    return specs_from_config(DATA / case["config"], **named, **options)
+    return specs_from_config(case["config"], **named, **options)
 
 
 def expected(case):
@@ -154,7 +154,7 @@ GEMMA4 = {"model_type": "gemma4_text", "num_attention_heads": 16, "num_key_value
 )
 def test_published_bytes_per_token_and_layer(config, caches):
     """Layers of a kind ("attn": of all) and their page bytes / block size; a state has one page, whatever the block."""
-    specs = specs_from_config(DATA / "models" / f"{config}.json" if isinstance(config, str) else config)
+    specs = specs_from_config(config)
     for kind, (num_layers, per_token) in caches.items():
         found = [spec for spec in specs.values() if kind in ("attn", spec.kind)]
         assert len(found) == num_layers
@@ -162,7 +162,7 @@ def test_published_bytes_per_token_and_layer(config, caches):
 
 
 def test_v32_pairs_cost_788_bytes_a_token():
-    specs = specs_from_config(DATA / "models" / "deepseek-v3.2.json", kv_dtype="fp8_ds_mla")
+    specs = specs_from_config("deepseek-v3.2", kv_dtype="fp8_ds_mla")
     assert len(specs) == 122
     assert sum(spec.page_bytes for spec in specs.values()) == 3_076_352 == 61 * 64 * 788
 
@@ -172,6 +172,6 @@ def test_v32_pairs_cost_788_bytes_a_token():
     [(132, "fp8_ds_mla", 1_002_240), (68, "fp8_ds_mla", 917_568), (132, "fp8", 21 * 32768 + 21 * 8704 + 20 * 1024)],
 )
 def test_v4_compressed_rows_and_indexers_of_a_block(indexer_row_bytes, kv_dtype, total):
-    config = DATA / "models" / "deepseek-v4-flash.json"
+    config = "deepseek-v4-flash"
     specs = specs_from_config(config, kv_dtype=kv_dtype, indexer_row_bytes=indexer_row_bytes)
     assert sum(spec.page_bytes for spec in specs.values() if spec.kind == "latent") == total

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ import torch
 from kvstore.errors import PlanError
 from kvstore.layers import latent
 from kvstore.models import specs_from_config
+from kvstore.models.bundled import CONFIGS
 from kvstore.specs import LayerSpec
 from kvstore_kernels.quantised import dsv4_format, fp8_ds_mla_format, indexer_format
 
-DATA = Path(__file__).parent / "data" / "models"
 V2 = {
     "model_type": "deepseek_v2",
     "num_hidden_layers": 3,
@@ -25,7 +24,7 @@ V2 = {
 V3 = {"model_type": "deepseek_v3", "num_hidden_layers": 2}
 V32 = {"model_type": "deepseek_v32", "num_hidden_layers": 2}
 V4 = {"model_type": "deepseek_v4", "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
-FLASH = json.loads((DATA / "deepseek-v4-flash.json").read_text())
+FLASH = json.loads((CONFIGS / "deepseek-v4-flash.json").read_text())
 
 WINDOW_ONLY, RATIO_4, RATIO_128 = (
     "sliding_attention",

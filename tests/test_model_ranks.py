@@ -2,15 +2,14 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from kvstore.errors import PlanError
 from kvstore.models import specs_from_config
+from kvstore.models.bundled import CONFIGS
 from kvstore.models.stages import stage_ranges
 
-DATA = Path(__file__).parent / "data" / "models"
 LLAMA = {"model_type": "llama", "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -31,8 +30,8 @@ def test_a_replicated_head_of_several_widths_is_counted_per_layer():
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3.2", "deepseek-v4-flash"])
 def test_latent_rows_and_indexers_are_whole_on_every_rank(name):
-    specs = specs_from_config(DATA / f"{name}.json", tensor_parallel=8)
-    assert specs == specs_from_config(DATA / f"{name}.json")
+    specs = specs_from_config(CONFIGS / f"{name}.json", tensor_parallel=8)
+    assert specs == specs_from_config(CONFIGS / f"{name}.json")
     assert {spec.num_shards for spec in specs.values()} == {1}
 
 
@@ -46,14 +45,14 @@ def test_latent_rows_and_indexers_are_whole_on_every_rank(name):
     ],
 )
 def test_states_are_divided(name, tensor_parallel, state, attention):
-    specs = specs_from_config(DATA / f"{name}.json", tensor_parallel=tensor_parallel)
+    specs = specs_from_config(CONFIGS / f"{name}.json", tensor_parallel=tensor_parallel)
     pages = {spec.kind: spec.page_bytes for spec in specs.values()}
     assert pages == {"state": state, "full": attention}
 
 
 def test_a_published_state_of_four_ranks():
     """The reference pads this state to 528 attention tokens of 1,024 bytes; 0.76 % of the page."""
-    specs = specs_from_config(DATA / "qwen3-next-80b-a3b.json", state_dtype="fp32", tensor_parallel=4)
+    specs = specs_from_config(CONFIGS / "qwen3-next-80b-a3b.json", state_dtype="fp32", tensor_parallel=4)
     state, attention = specs["layers.0.state"].page_bytes, specs["layers.3.attn"].page_bytes
     assert (state, attention) == (536_576, 16 * 1024)
     assert 1 - state / 540_672 == pytest.approx(0.0076, abs=1e-4)
@@ -69,7 +68,7 @@ def test_a_published_state_of_four_ranks():
     ],
 )
 def test_states_that_do_not_divide_are_refused(name, tensor_parallel, message):
-    config = {**json.loads((DATA / f"{name}.json").read_text()), "num_key_value_heads": 1}
+    config = {**json.loads((CONFIGS / f"{name}.json").read_text()), "num_key_value_heads": 1}
     with pytest.raises(PlanError, match=re.escape(f"tensor_parallel: {message}")):
         specs_from_config(config, tensor_parallel=tensor_parallel)
 
@@ -89,7 +88,7 @@ def test_stages_are_contiguous_and_even(num_layers, num_stages, sizes):
     assert [layer for stage in ranges for layer in stage] == list(range(num_layers))
 
 
-@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_stages_together_are_the_model(path):
     whole = specs_from_config(path, num_draft_layers=2)
     stages = [specs_from_config(path, num_draft_layers=2, pipeline_stages=3, pipeline_stage=i) for i in range(3)]
@@ -122,7 +121,7 @@ def test_layers_without_a_cache_count_when_a_model_is_split():
 @pytest.mark.parametrize("num_draft_layers", [1, 3])
 def test_draft_layers(name, caches, like, num_draft_layers):
     """More than the checkpoint has are fine: engines run one draft layer several times."""
-    path = DATA / f"{name}.json"
+    path = CONFIGS / f"{name}.json"
     whole, plain = specs_from_config(path, num_draft_layers=num_draft_layers), specs_from_config(path)
     names = [f"draft.{layer}.{cache}" for layer in range(num_draft_layers) for cache in caches]
     assert list(whole) == [*plain, *names]

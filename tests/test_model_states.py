@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ import torch
 from kvstore.errors import PlanError
 from kvstore.layers import full_attention, latent, recurrent_state
 from kvstore.models import specs_from_config
+from kvstore.models.bundled import CONFIGS
 
-DATA = Path(__file__).parent / "data" / "models"
 QWEN = {"model_type": "qwen3_next", "num_hidden_layers": 4}
 KIMI = {"model_type": "kimi_linear", "num_hidden_layers": 8}
 KDA = {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]}
@@ -129,13 +128,13 @@ def test_state_dtypes(config, state_dtype, dtypes):
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "nemotron-h-8b", "jamba-v0.1"])
 def test_a_block_size_adds_no_bytes_to_a_state(name):
-    small, large = (specs_from_config(DATA / f"{name}.json", block_size=size) for size in (16, 256))
+    small, large = (specs_from_config(CONFIGS / f"{name}.json", block_size=size) for size in (16, 256))
     for layer, spec in small.items():
         assert (spec.block_size, large[layer].block_size) == (16, 256)
         assert large[layer].page_bytes == spec.page_bytes * (1 if spec.kind == "state" else 16)
 
 
-FLAT = json.loads((DATA / "nemotron-h-8b.json").read_text())
+FLAT = json.loads((CONFIGS / "nemotron-h-8b.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ import torch
 from kvstore.errors import PlanError
 from kvstore.layers import full_attention
 from kvstore.models import FAMILIES, specs_from_config
+from kvstore.models.bundled import CONFIGS
 from kvstore.models.config import WRAPPERS
 
-DATA = Path(__file__).parent / "data"
-MODELS = sorted((DATA / "models").glob("*.json"))
+MODELS = sorted(CONFIGS.glob("*.json"))
 
 LLAMA = {
     "model_type": "llama",
@@ -164,7 +163,7 @@ DTYPES = "bfloat16, bf16, float16, fp16, float32, fp32"
         ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, f"torch_dtype: expected one of {DTYPES}, got 'float8_e4m3fn'"),
         ({**LLAMA, "dtype": 16}, f"dtype: expected one of {DTYPES}, got 16"),
         ({**LLAMA, "per_layer_config": {"0": {}}}, "per_layer_config: expected none (model_type 'llama')"),
-        (16, "config: expected a mapping, the path of a JSON file or folder, or a transformers config object, got 16"),
+        (16, "the name of a bundled model, or a transformers config object, got 16 of type int"),
     ],
 )
 def test_configs_that_cannot_be_planned_are_refused(config, message):

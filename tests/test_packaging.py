@@ -37,7 +37,7 @@ LEVELS = {
         "announcer": 5, "copies": 5, "steps": 5, "forks": 5, "swap": 5, "audit": 5, "stats": 5,
         "arena": 5, "staging": 5, "hostcopy": 5, "batch": 5, "export": 5, "layer_ops": 5, "sequence_ops": 5, "sleep": 5,
         "store": 6,
-        "demo": 7, "integrations": 7, "plan_tables": 7, "plot": 7,
+        "demo": 7, "integrations": 7, "plan_tables": 7, "model_list": 7, "plot": 7,
         "cli": 8, "__main__": 9,
     },
 }  # fmt: skip
@@ -144,9 +144,9 @@ PUBLIC = {
     kvstore: """Alias Batch BlocksRemoved BlocksStored CacheGroup CachePlan Capacity CsrTable EventsLost GraphBuffers
         GroupStats HitReport Item KVStore KeepTokens PrefixesCleared Stop
         LayerSlot LayerSpec Namespace NoCache Opened OutOfBlocks Placement PlanError Retention SequenceError
-        StoreStats __version__ bucket_layers_by_page_size chunked_attention count_replicas full_attention group_layers
-        latent plan_cache plan_distributed plan_workers pool_bytes_per_block promote_windows recurrent_state
-        sliding_window specs_from_config specs_from_json""",
+        StoreStats __version__ bucket_layers_by_page_size bundled_models chunked_attention count_replicas
+        full_attention group_layers latent plan_cache plan_distributed plan_workers pool_bytes_per_block
+        promote_windows recurrent_state sliding_window specs_from_config specs_from_json""",
     kvstore_kernels: """BACKENDS FORMATS LayerTable PageView Quantised RowFormat RowPart bytes_format
         compute_slot_mapping copy_blocks dsv4_format fill_blocks fp8_ds_mla_format gather_rows
         gqa_decode index_checks indexer_format indexer_scores kv_format latent_format layer_table

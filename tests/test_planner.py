@@ -20,7 +20,7 @@ from kvstore.planner import plan_cache
 
 DATA = Path(__file__).parent / "data"
 CASES = {case["id"]: case for case in json.loads((DATA / "planning_cases.json").read_text())["cases"]}
-LLAMA = DATA / "models/llama-3.1-8b.json"
+LLAMA = "llama-3.1-8b"
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_out_of_blocks_tells_the_counts_of_each_group():
 
 def test_a_fixed_layout_may_grow_the_blocks_of_a_config_that_names_none():
     """Where frames are not allowed, 16-token blocks beside states of megabytes would take nine times their bytes."""
-    config = DATA / "models/nemotron-h-8b.json"
+    config = "nemotron-h-8b"
     grown = plan_cache(config, memory="64GiB", layout="overlay")
     equal = plan_cache(config, memory="64GiB", layout="overlay", grouping="equal")
     assert grown == equal

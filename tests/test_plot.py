@@ -3,7 +3,6 @@
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from strategies import MIXED
@@ -19,8 +18,7 @@ from kvstore.specs import Retention
 
 plot = pytest.importorskip("kvstore.plot")
 
-MODELS = Path(__file__).parent / "data/models"
-GEMMA = MODELS / "gemma-3-4b.json"
+GEMMA = "gemma-3-4b"
 HATCH = "////"
 NAN = pytest.approx(float("nan"), nan_ok=True)
 
@@ -102,14 +100,14 @@ def test_other_layouts_are_tried_with_groups_of_their_own_in_the_same_memory():
 
 
 def test_a_grouping_that_cannot_be_is_left_out():
-    plan = plan_cache(MODELS / "deepseek-v4-flash.json", memory="64GiB", grouping="uniform", layout="overlay")
+    plan = plan_cache("deepseek-v4-flash", memory="64GiB", grouping="uniform", layout="overlay")
     assert [name for name, _ in plot.trials(plan)] == ["overlay (this plan)", "packed/overlay"]
 
 
 @pytest.mark.parametrize("layout", ["buckets", "bestfit", "overlay", "frames"])
 @pytest.mark.parametrize("model", ["deepseek-v4-flash", "qwen3-next-80b-a3b"])
 def test_text_lies_inside_the_picture_and_apart(model, layout):
-    figure = plot.draw_plan(plan_cache(MODELS / f"{model}.json", memory="64GiB", layout=layout))
+    figure = plot.draw_plan(plan_cache(model, memory="64GiB", layout=layout))
     figure.canvas.draw()
     axes, right = figure.axes[0], figure.axes[1]
     shown = [*axes.texts, *axes.get_yticklabels(), *axes.get_legend().get_texts(), axes.xaxis.label, *figure.texts]
@@ -144,7 +142,7 @@ def test_hostile_names_and_a_group_without_layers(tmp_path):
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".PNG"])
 def test_the_command_writes_the_file_and_prints_only_the_plan(tmp_path, capsys, suffix):
     path = tmp_path / f"plan{suffix}"
-    arguments = ["plan", str(GEMMA), "--memory", "64GiB", "--grouping", "uniform", "--json", "--plot", str(path)]
+    arguments = ["plan", GEMMA, "--memory", "64GiB", "--grouping", "uniform", "--json", "--plot", str(path)]
     assert cli.main(arguments) == 0
     output = capsys.readouterr()
     plan = plan_cache(GEMMA, memory="64GiB", grouping="uniform")
@@ -176,7 +174,7 @@ def test_nothing_to_draw(tmp_path):
 
 def test_a_folder_where_the_file_should_be(tmp_path, capsys):
     (tmp_path / "plan.svg").mkdir()
-    arguments = ["plan", str(GEMMA), "--memory", "8GiB", "--plot", str(tmp_path / "plan.svg")]
+    arguments = ["plan", GEMMA, "--memory", "8GiB", "--plot", str(tmp_path / "plan.svg")]
     assert cli.main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""

@@ -39,11 +39,11 @@ def specs_from_config(
 ) -> dict[str, AnySpec]:
     """The caches of a model as one rank holds them, in layer order: "layers.{i}.attn" and the like, "draft.{i}.attn".
 
-    `config` is a Hugging Face config: a mapping, the path of a JSON file or of a folder with a config.json, or a
-    transformers config object. A field that it leaves out has the default of its class in transformers, except the
-    number of layers. Caches beside "attn": "state" (recurrent), "indexer" (DeepSeek V3.2 and V4), and V4's "window",
-    "compressed", "state" and "indexer_state" (of its compressors). Layers without a cache are left out; layers that
-    read the cache of another are Alias.
+    `config` is a Hugging Face config: a mapping, the path of a JSON file or of a folder with a config.json, the name of
+    a bundled model (`bundled_models`), or a transformers config object. A field that it leaves out has the default of
+    its class in transformers, except the number of layers. Caches beside "attn": "state" (recurrent), "indexer"
+    (DeepSeek V3.2 and V4), and V4's "window", "compressed", "state" and "indexer_state" (of its compressors). Layers
+    without a cache are left out; layers that read the cache of another are Alias.
 
     kv_dtype: rows as they are ("bf16", "fp16", "fp32", "fp8", or a torch dtype; default: the config's dtype, else
         bfloat16), with a scale per token and KV head ("int8_per_token_head", "fp8_per_token_head"), or DeepSeek's

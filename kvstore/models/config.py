@@ -1,6 +1,7 @@
 """Reading the fields of a Hugging Face config, with errors that name the field."""
 
 import json
+import os
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from kvstore.errors import PlanError, plan_int
+from kvstore.models.bundled import bundled_config
 from kvstore_kernels.formats import dtype_name
 
 Fields = Mapping[str, Any]
@@ -42,17 +44,22 @@ LEGACY_LAYER_TYPES = {
 
 
 def read_config(config: Any) -> Fields:
-    """The fields of a mapping, a JSON file, a folder with a config.json, or an object with `to_dict`.
+    """The fields of a mapping, a JSON file, a folder with a config.json, a bundled model, or an object with `to_dict`.
 
-    Raises: PlanError when there is no such file, or no JSON object in it.
+    Text is a path if that exists, else the name of a bundled model.
+
+    Raises: PlanError when there is no such file or model, or no JSON object in it.
     """
+    if isinstance(config, str) and not os.path.exists(config):
+        return _read_file(bundled_config(config))
     if isinstance(config, str | Path):
         return _read_file(Path(config))
     is_object = hasattr(config, "to_dict") and not isinstance(config, type)
     fields = config.to_dict() if is_object else config
     if not isinstance(fields, Mapping):
         raise PlanError(
-            "config: expected a mapping, the path of a JSON file or folder, or a transformers config object, "
+            "config: expected a mapping, the path of a JSON file or folder, the name of a bundled model, or a "
+            "transformers config object, "
             f"got {config!r} of type {type(config).__name__}"
         )
     return fields
