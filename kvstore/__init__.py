@@ -1,4 +1,15 @@
-"""A paged KV-cache store to embed in an inference engine: planner, arena, books and kernels."""
+"""A paged KV-cache store to embed in an inference engine: planner, arena, books and kernels.
+
+    plan = kvstore.plan_cache(model, memory="8GiB")    what is stored where: a frozen value, no device is touched
+    store = kvstore.KVStore(plan, "cuda")              the bytes, and which sequence holds which block
+    opened = store.open(prompts)                       sequences, with what others have computed
+    batch = store.extend(opened.seq_ids, counts)       rows for the new tokens of a step, all or nothing
+    store.write(layer, batch, k, v)                    layer by layer; then a read: gqa_decode, mla_decode, gather
+    store.commit(batch, token_ids)                     the rows are there
+
+`kvstore.integrations` has what models of transformers and kernels of other libraries take, the package
+`kvstore_kernels` the kernels alone.
+"""
 
 from kvstore.batch import Batch, GraphBuffers
 from kvstore.capacity import Capacity
@@ -25,6 +36,7 @@ from kvstore.unify import promote_windows
 from kvstore.workers import count_replicas, plan_distributed, plan_workers
 
 __version__ = "0.1.0"
+"""The version of both packages, kvstore and kvstore_kernels."""
 
 __all__ = [
     "Alias",
