@@ -45,17 +45,20 @@ def specs_from_config(
     (DeepSeek V3.2 and V4), and V4's "window", "compressed", "state" and "indexer_state" (of its compressors). Layers
     without a cache are left out; layers that read the cache of another are Alias.
 
-    kv_dtype: rows as they are ("bf16", "fp16", "fp32", "fp8", or a torch dtype; default: the config's dtype, else
-        bfloat16), with a scale per token and KV head ("int8_per_token_head", "fp8_per_token_head"), or DeepSeek's
-        packed latent rows ("fp8_ds_mla").
-    state_dtype: dtype of the recurrent tensor of a state; default: the config's, else the family's.
-    block_size: tokens of a block, by default 16, of latent rows 64, on V4 256 (its windows a quarter of it).
-    indexer_row_bytes: 132 (default), or 68 on V4.
-    num_draft_layers: draft (MTP) layers that a speculative engine runs, as many as it likes.
-    tensor_parallel: ranks among which KV heads and the channels of states are divided. With fewer KV heads than ranks
-        they are replicated, as latent rows always are.
-    pipeline_stages, pipeline_stage: contiguous ranges of layers, and which one (from 0); draft layers are on the last.
-    ring_states: V4's compressor states as rings, one block per sequence.
+    Args:
+        config: as above.
+        kv_dtype: rows as they are ("bf16", "fp16", "fp32", "fp8", or a torch dtype; default: the config's dtype, else
+            bfloat16), with a scale per token and KV head ("int8_per_token_head", "fp8_per_token_head"), or DeepSeek's
+            packed latent rows ("fp8_ds_mla").
+        state_dtype: dtype of the recurrent tensor of a state; default: the config's, else the family's.
+        block_size: tokens of a block, by default 16, of latent rows 64, on V4 256 (its windows a quarter of it).
+        indexer_row_bytes: bytes of an indexer's key: 132 (default), or 68 on V4.
+        num_draft_layers: draft (MTP) layers that a speculative engine runs, as many as it likes.
+        tensor_parallel: ranks among which KV heads and the channels of states are divided. With fewer KV heads than
+            ranks they are replicated, as latent rows always are.
+        pipeline_stages, pipeline_stage: contiguous ranges of layers, and which one (from 0); draft layers are on the
+            last.
+        ring_states: V4's compressor states as rings, one block per sequence.
 
     Raises: PlanError for an unreadable config, an unknown model_type, a field that is missing, out of range or in
         contradiction to another, and an option that the model has no use for.
