@@ -70,11 +70,19 @@ def plan_cache(
     NoCache}, or a list of CacheGroup. The arguments from `kv_dtype` on belong to a config, see `specs_from_config`;
     `grouping` to a config or specs.
 
-    Exactly one of `memory` (bytes, or text such as "80GiB") and `num_frames` (the null frame counted) is given. The
-    plan with the fewest bytes per sequence at `lengths` tokens is made, see `kvstore.choose`; `grouping` and `layout`
-    fix a part of that choice, `frame_bytes` the size of a frame in the layout "frames". With another layout, and a
-    config without `block_size`, larger blocks may be taken to make pages equal. `max_tokens_in_flight` is what
-    one step may write; it enters the capacity that `explain` shows.
+    Args:
+        model: as above.
+        memory: bytes for the arena, or text such as "80GiB". Either this or `num_frames` is given.
+        num_frames: frames of the arena, the null frame counted.
+        lengths: tokens of the sequences that are expected: the plan with the fewest bytes per sequence at these is
+            made.
+        grouping: how layers are dealt to groups: "auto", "uniform", "equal" or "packed".
+        layout: "auto", "buckets", "bestfit", "overlay" or "frames". With a layout other than "frames", and a config
+            without `block_size`, larger blocks may be taken to make pages equal.
+        frame_bytes: size of a frame in the layout "frames"; None: the best.
+        max_tokens_in_flight: tokens that one step may write, for the capacity that `explain` shows.
+        kv_dtype, state_dtype, block_size, indexer_row_bytes, num_draft_layers, ring_states: as `specs_from_config`.
+        tensor_parallel, pipeline_stages, pipeline_stage: as `specs_from_config`.
 
     A model without any cache gets a plan with no groups, no bytes and the null block only.
 
