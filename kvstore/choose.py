@@ -63,10 +63,16 @@ def group_layers(
     layout: str = "auto",
     memory: int | str | None = None,
 ) -> list[CacheGroup]:
-    """Groups of the layers that own a cache, by a named strategy of `kvstore.grouping` or, with "auto", the best.
+    """Groups of the layers that own a cache, by a named strategy or, with "auto", the best.
 
-    `lengths` (tokens), `layout` and `memory` (bytes, or text with a unit) belong to "auto": the groups are those of the
-    plan that `plan_cache` makes for them.
+    Args:
+        specs: layer names with their specs.
+        grouping: "uniform" one group per block size and retention; "equal" groups of equally many layers with equal
+            pages, and "packed" groups of about equal bytes with mixed pages, as vLLM 0.33 makes them; or "auto", the
+            groups of the plan that `plan_cache` makes for the arguments below.
+        lengths: tokens of the sequences that are expected.
+        layout: as `plan_cache`.
+        memory: bytes, or text such as "80GiB"; None: it does not matter.
 
     Raises: PlanError for an unknown grouping or layout, and specs that are no mapping of names to specs.
     """
