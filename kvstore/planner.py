@@ -76,7 +76,7 @@ def plan_cache(
         num_frames: frames of the arena, the null frame counted.
         lengths: tokens of the sequences that are expected: the plan with the fewest bytes per sequence at these is
             made.
-        grouping: how layers are dealt to groups: "auto", "uniform", "equal" or "packed".
+        grouping: how layers are dealt to groups: "auto", "uniform", "equal" or "packed", see `group_layers`.
         layout: "auto", "buckets", "bestfit", "overlay" or "frames". With a layout other than "frames", and a config
             without `block_size`, larger blocks may be taken to make pages equal.
         frame_bytes: size of a frame in the layout "frames"; None: the best.
