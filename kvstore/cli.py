@@ -1,4 +1,4 @@
-"""The command line: `kvstore plan CONFIG --memory 8GiB`, `kvstore demo`, `kvstore --version`."""
+"""The command line: `kvstore plan CONFIG --memory 8GiB`, `kvstore demo`, `kvstore bench`, `kvstore --version`."""
 
 import argparse
 import os
@@ -12,6 +12,7 @@ from typing import NoReturn
 from rich.console import Console
 
 import kvstore
+from kvstore import bench
 from kvstore.choose import GROUPINGS
 from kvstore.errors import PlanError
 from kvstore.model_list import show_models
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
         return _demo(arguments[1:])
+    if arguments[:1] == ["bench"]:
+        return bench.main(arguments[1:])
     try:
         options = _parser().parse_args(arguments)
     except SystemExit as stop:  # argparse leaves by exception, also after --help
@@ -136,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--explain", action="store_true", help="all of it as text, bytes in full")
     shown.add_argument("--compare", metavar="FILE", help="beside another plan, saved with --json")
     output.add_argument("--plot", metavar="FILE", help="draw it as well, to a .svg or .png")
+    commands.add_parser("bench", help="run a benchmark of a checkout (kvstore bench --help lists them)", add_help=False)
     commands.add_parser("demo", help="generate text with a small model (kvstore demo --help)", add_help=False)
     return parser
 

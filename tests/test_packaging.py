@@ -37,7 +37,7 @@ LEVELS = {
         "announcer": 5, "copies": 5, "steps": 5, "forks": 5, "swap": 5, "audit": 5, "stats": 5,
         "arena": 5, "staging": 5, "hostcopy": 5, "batch": 5, "export": 5, "layer_ops": 5, "sequence_ops": 5, "sleep": 5,
         "store": 6,
-        "demo": 7, "integrations": 7, "plan_tables": 7, "model_list": 7, "plot": 7,
+        "demo": 7, "integrations": 7, "plan_tables": 7, "model_list": 7, "plot": 7, "bench": 7,
         "cli": 8, "__main__": 9,
     },
 }  # fmt: skip

@@ -1,0 +1,38 @@
+"""`kvstore bench`: the benchmarks of a checkout. They are not part of the installed package."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+BAD_USAGE = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `python -m benchmarks` of a checkout in the current directory. Returns its exit status; 2 without one."""
+    checkout = find_checkout()
+    if checkout is None:
+        print(
+            "kvstore bench: benchmarks come with the checkout and the sdist, not with the wheel: "
+            f"expected one around the package or in the current directory, got none in {Path.cwd()}",
+            file=sys.stderr,
+        )
+        return BAD_USAGE
+    paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        # -P: a folder `benchmarks` of the user's own is not taken for that of the checkout.
+        status = subprocess.call([sys.executable, "-P", "-m", "benchmarks", *arguments], env=environment)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status if status >= 0 else 128 - status
+
+
+def find_checkout() -> Path | None:
+    """The folder that holds the package and its benchmarks, or the current directory if it does; else None."""
+    for folder in (Path(__file__).resolve().parent.parent, Path.cwd()):
+        if (folder / "benchmarks" / "__main__.py").is_file() and (folder / "kernels" / "kvstore_kernels").is_dir():
+            return folder
+    return None
