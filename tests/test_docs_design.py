@@ -39,3 +39,11 @@ def test_every_module_is_drawn_at_its_level(package: str) -> None:
 def test_the_comparison_can_fail() -> None:
     drawing = "    kvstore\n      0  errors\n         memory\n      1  specs\n    other\n      1  late\n"
     assert not_drawn(drawing, "kvstore", {"errors": 0, "memory": 0, "specs": 0, "late": 1}) == ["specs", "late"]
+
+
+def test_files_that_the_rules_name_exist() -> None:
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(names) > 20
+    places = [ROOT, ROOT / "kernels" / "kvstore_kernels", ROOT / "kvstore" / "models"]
+    missing = {name for name in names if not any((place / name).exists() for place in places)}
+    assert missing == {"kernels/__init__.py"}  # the one that must not exist
