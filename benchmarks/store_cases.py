@@ -1,7 +1,6 @@
 """What the store's benchmark times: decode steps and the allocator. A result is checked before it counts."""
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.record import Measure
+from benchmarks.timing import Times
 from kvstore import Batch, CachePlan, KVStore, full_attention, plan_cache, sliding_window
 
-Value = int | float | str
 Ids = npt.NDArray[np.int64]
-Times = npt.NDArray[np.float64]
+Microseconds = npt.NDArray[np.float64]
 
 BLOCK = 16
 WINDOWS = {1: (), 2: (256,), 5: (64, 128, 256, 512), 7: (64, 128, 192, 256, 384, 512)}
@@ -31,24 +31,6 @@ STEP_TARGETS = {1: (60.0, 100.0), 5: (300.0, 400.0)}
 GATED_SEQUENCES = 1024
 HIT_TARGET = 150.0
 TAKE_TARGET, RELEASE_TARGET = 40.0, 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """One figure of one case; `target` is the bound it is held to, None where it is only reported."""
-
-    case: str
-    metric: str
-    value: Value
-    unit: str
-    target: Value | None = None
-    ok: bool | None = None
-
-    def to_json(self) -> str:
-        """One line; `target` and `ok` only where there is a target."""
-        gate = {} if self.ok is None else {"target": self.target, "ok": self.ok}
-        fields = {"bench": "store", "case": self.case, "metric": self.metric, "value": self.value, "unit": self.unit}
-        return json.dumps({**fields, **gate})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +75,18 @@ def at_most(case: str, metric: str, value: float, unit: str, target: float | Non
     return Measure(case, metric, rounded, unit, target, None if target is None else rounded <= target)
 
 
-def times(case: str, taken: Times, target: float | None = None) -> Iterator[Measure]:
-    """The least, the median and the worst of times in microseconds."""
+def times(case: str, taken: Microseconds, target: float | None = None) -> Iterator[Measure]:
+    """The least of times in microseconds, the median, how far they scatter, and the worst."""
+    spread = Times(tuple(taken.tolist())).spread
     yield at_most(case, "min", float(taken.min()), "us", target)
     yield Measure(case, "median", round(float(np.median(taken)), 2), "us")
+    yield Measure(case, "spread", round(100 * spread, 1), "%")
     yield Measure(case, "worst", round(float(taken.max()), 2), "us")
 
 
 def stopwatch(
     repeats: int, act: Callable[[Any], object], prepare: Callable[[], Any], after: Callable[[], object]
-) -> Times:
+) -> Microseconds:
     """Microseconds of `act(prepare())`, with `after()` behind each; the garbage collector is off."""
     taken = []
     gc.collect()

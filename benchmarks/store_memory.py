@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.planner import V4_FLASH, listed_specs, recorded
-from benchmarks.store_cases import BLOCK, MAX_TOKEN, Measure, Sizes, at_most, expect, make_plan, named
+from benchmarks.record import Measure
+from benchmarks.store_cases import BLOCK, MAX_TOKEN, Sizes, at_most, expect, make_plan, named
 from kvstore import CacheGroup, KVStore, OutOfBlocks, plan_cache
 from kvstore.grouping import STRATEGIES
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.record import Measure
 from benchmarks.store_cases import (
     BLOCK,
     CHUNK,
@@ -15,7 +16,6 @@ from benchmarks.store_cases import (
     RELEASE_TARGET,
     TAKE_TARGET,
     Ids,
-    Measure,
     Sizes,
     World,
     expect,

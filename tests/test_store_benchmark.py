@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import store, store_cases, store_memory, store_prompts
-from benchmarks.store_cases import Measure, Sizes
+from benchmarks import store, store_cases, store_memory, store_plot, store_prompts
+from benchmarks.machine import facts
+from benchmarks.record import Measure
+from benchmarks.store_cases import Sizes
 from kvstore import KVStore
 
 TINY = Sizes(
@@ -31,7 +33,6 @@ TINY = Sizes(
     gated=False,
 )
 KEYS = {"bench", "case", "metric", "value", "unit"}
-FACTS = ("cpu", "python", "numpy", "torch", "load")
 FAST = "decode,changing,prefill-between,prefill,hit,release,forks,truncate,allocator"
 
 
@@ -60,12 +61,13 @@ def test_every_case_is_right(case, capsys):
     status, figures = run(capsys, "--quick", "--cases", case)
     assert [line for (_, metric), line in figures.items() if metric == "wrong"] == []
     assert status == 0
-    assert tuple(metric for name, metric in figures if name == "machine") == FACTS
+    assert tuple(metric for name, metric in figures if name == "machine") == tuple(facts())
     timed = {name for name, metric in figures if metric == "min"}
     for name in timed:
         least, median, worst = (figures[name, metric]["value"] for metric in ("min", "median", "worst"))
         assert 0 < least <= median <= worst
         assert figures[name, "min"]["unit"] == "us"
+        assert figures[name, "spread"]["value"] >= 0
     assert bool(timed) == (case in FAST.split(","))
     assert {metric for (_, metric), line in figures.items() if "ok" in line} <= {"calls_1024"}
 
@@ -211,9 +213,22 @@ def test_the_table_names_the_machine_and_every_case(tmp_path, capsys):
     assert command.main(["store", "--quick", "--cases", "release,allocator", "--json", str(path)]) == 0
     shown = capsys.readouterr().out
     assert f"numpy {np.__version__}, torch {torch.__version__}" in shown
+    assert "last_cache" in shown
     assert "The garbage collector is off" in shown
     for line in lines_of(path.read_text(encoding="utf-8")):
         assert line["case"] in shown or line["case"] == "machine"
+
+
+def test_the_picture_has_a_line_for_each_number_of_groups(tmp_path, capsys):
+    path = tmp_path / "store.png"
+    _, figures = run(capsys, "--cases", "decode,allocator", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+    steps = store_plot.steps_of([Measure(*key, line["value"]) for key, line in figures.items()])
+    assert {groups: [count for count, _, _ in taken] for groups, taken in steps.items()} == {1: [16], 2: [16]}
+    ((_, least, median),) = steps[2]
+    case = "decode, 2 groups, 16 sequences"
+    assert (least, median) == (figures[case, "min"]["value"], figures[case, "median"]["value"])
 
 
 def test_a_figure_at_its_bound_is_met():
@@ -225,7 +240,12 @@ def test_a_figure_at_its_bound_is_met():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--fast"], "unrecognized arguments: --fast; known: --help, --cases, --quick, --json"),
+        (
+            ["--fast"],
+            "unrecognized arguments: --fast; known: --help, --quick, --json, --csv, --compare, --plot, --cases",
+        ),
+        (["--plot", "x.png", "--cases", "hit"], "--plot: draws the case decode, got --cases hit; known: "),
+        (["--plot", "x.txt"], "--plot: expected a file that ends in .png, .svg, .pdf, got 'x.txt'; known: "),
         (["--cases", "decode,paint"], "expected names out of decode, changing,"),
     ],
 )
