@@ -6,24 +6,21 @@ stride between steps; rows are the same blocks without padding. The best plan is
 
 import argparse
 import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
-import torch
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
+from benchmarks.options import new_parser
 from benchmarks.planner_search import Optimum, search
+from benchmarks.record import Measure, Part, Run, Value, new_table
+from benchmarks.tables import by_case, case_table, cell, figure_table
+from benchmarks.timing import Times
 from kvstore import CachePlan, plan_cache, pool_bytes_per_block, specs_from_config
 from kvstore.capacity import blocks_per_group
 from kvstore.choose import MAX_GROUPS
@@ -56,25 +53,18 @@ VLLM_LAYOUTS = {"layer_outermost": ("equal", "buckets"), "block_outermost": ("pa
 """Layout of the reference -> the strategy that groups for it, and the layout of ours that places pages as it does."""
 
 Specs = dict[str, LayerSpec]
-Value = int | float | str
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """One figure of one case; `target` is the bound it is held to, None where it is only reported."""
-
-    case: str
-    metric: str
-    value: Value
-    unit: str
-    target: Value | None = None
-    ok: bool | None = None
-
-    def to_json(self) -> str:
-        """One line; `target` and `ok` only where there is a target."""
-        gate = {} if self.ok is None else {"target": self.target, "ok": self.ok}
-        fields = {"bench": "planner", "case": self.case, "metric": self.metric, "value": self.value, "unit": self.unit}
-        return json.dumps({**fields, **gate})
+PLANS = {
+    "layout": "layout",
+    "blocks_per_frame": "blocks a frame",
+    "groups": "groups",
+    "frame_bytes": "frame B",
+    "held_back": "held",
+    "excess_over_search": "excess",
+    "planning_time": "ms",
+    "planning_median": "median",
+    "planning_spread": "+- %",
+}
+"""Metrics of a plan -> headings of their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +83,7 @@ class Result:
 
     case: Case
     plan: CachePlan
-    plan_ms: float
+    planning: Times
     allocated: tuple[int, ...]
     rows: tuple[int, ...]
     pages: tuple[int, ...]
@@ -163,24 +153,33 @@ def _facts(spec: LayerSpec) -> tuple[object, ...]:
 
 def plan_case(case: Case) -> Result:
     """Plans a case, and times it."""
-    plan, plan_ms = fastest(case.specs, RUNS)
+    plan, planning = timed(case.specs, RUNS)
     blocks = [blocks_per_group(plan.groups, length) for length in LENGTHS]
 
     def total(each: Sequence[int]) -> tuple[int, ...]:
         return tuple(sum(count * size for count, size in zip(row, each, strict=True)) for row in blocks)
 
     rows, pages = zip(*((group.payload_bytes, group.block_bytes) for group in plan.groups), strict=True)
-    return Result(case, plan, plan_ms, total(plan.block_strides), total(rows), total(pages))
+    return Result(case, plan, planning, total(plan.block_strides), total(rows), total(pages))
 
 
-def fastest(specs: Specs, runs: int) -> tuple[CachePlan, float]:
-    """The plan of these layers and the least time that it took, in milliseconds."""
+def timed(specs: Specs, runs: int) -> tuple[CachePlan, Times]:
+    """The plan of these layers, and how long each run took."""
     seconds = []
     for _ in range(runs):
         start = time.perf_counter()
         plan = plan_cache(specs, memory=MEMORY, lengths=LENGTHS)
         seconds.append(time.perf_counter() - start)
-    return plan, 1000 * min(seconds)
+    return plan, Times(tuple(seconds))
+
+
+def planning_figures(case: str, planning: Times, target: float | None = None) -> Iterator[Measure]:
+    """The least, the median and the spread of planning times."""
+    least = 1000 * min(planning.samples)
+    ok = None if target is None else least <= target
+    yield Measure(case, "planning_time", round(least, 3), "ms", target, ok)
+    yield Measure(case, "planning_median", round(1000 * planning.median, 3), "ms")
+    yield Measure(case, "planning_spread", round(100 * planning.spread, 1), "%")
 
 
 def mixed_layers() -> Specs:
@@ -206,7 +205,7 @@ def measure(result: Result) -> Iterator[Measure]:
         yield Measure(name, f"ratio_to_reference_at_{length}", round(ratio, 6), "x", MAX_RATIO, ratio <= MAX_RATIO)
     yield check(name, "reference_block", reference.frame_bytes, result.case.reference_bytes)
     yield Measure(name, "held_back", round(result.held_back, 6), "of memory")
-    yield Measure(name, "planning_time", round(result.plan_ms, 3), "ms")
+    yield from planning_figures(name, result.planning)
     if result.optimum is not None and result.excess is not None:
         yield Measure(name, "least_score", round(result.optimum.score, 6), "x")
         excess = round(result.excess, 6)
@@ -218,15 +217,19 @@ def check(case: str, metric: str, value: Value, expected: Value, unit: str = "B"
     return Measure(case, metric, value, unit, expected, value == expected)
 
 
-def measure_mix() -> list[Measure]:
+def measure_case(case: Case, quick: bool) -> Iterator[Measure]:
+    """Plans a case, and unless `quick` looks for the best plan there is."""
+    result = plan_case(case)
+    yield from measure(result if quick else replace(result, optimum=search(case.specs, LENGTHS, MEMORY)))
+
+
+def measure_mix() -> Iterator[Measure]:
     """Planning time of many caches with mixed pages: all groupings and layouts compared, the best placed and proved."""
     specs = mixed_layers()
-    plan, plan_ms = fastest(specs, RUNS_OF_MIX)
+    plan, planning = timed(specs, RUNS_OF_MIX)
     name = f"{len(specs)} caches of mixed pages"
-    return [
-        Measure(name, "plan", f"{plan.layout}, {len(plan.groups)} groups", ""),
-        Measure(name, "planning_time", round(plan_ms, 3), "ms", MAX_MIX_MS, plan_ms <= MAX_MIX_MS),
-    ]
+    yield Measure(name, "plan", f"{plan.layout}, {len(plan.groups)} groups")
+    yield from planning_figures(name, planning, MAX_MIX_MS)
 
 
 def measure_v4() -> list[Measure]:
@@ -273,84 +276,44 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark. Returns 0 when every target is met, 1 when one is missed, 2 for a caller's mistake."""
     options = _parse(arguments)
     chosen = [case for entry in recorded() if _is_named(entry["id"], options.models) for case in cases_of(entry)]
-    results = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for case in progress.track(chosen, description="planning"):
-            result = plan_case(case)
-            results.append(result if options.quick else replace(result, optimum=search(case.specs, LENGTHS, MEMORY)))
-    checks = [*measure_mix(), *measure_v4()]
-    measures = [*(each for result in results for each in measure(result)), *checks]
-    lines = "\n".join(each.to_json() for each in measures)
-    if options.json == "-":
-        print(lines)
-    else:
-        console = Console()
-        print_report(console if console.is_terminal else Console(width=120), results, checks)
-    try:
-        if options.json not in (None, "-"):
-            Path(options.json).write_text(lines + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"python -m benchmarks planner: cannot write {options.json!r}: {error.strerror}", file=sys.stderr)
-        return 2
-    missed = [each for each in measures if each.ok is False]
-    for each in missed:
-        print(f"missed: {each.case}: {each.metric} {each.value} {each.unit} (target {each.target})", file=sys.stderr)
-    return 1 if missed else 0
+    parts: list[Part] = [(case.name, partial(measure_case, case, options.quick)) for case in chosen]
+    with Run("planner", options) as run:
+        run.measure([*parts, ("mixed pages", measure_mix), ("V4-Flash, known figures", measure_v4)])
+    return run.finish(show, draw)
 
 
-def print_report(console: Console, results: Sequence[Result], checks: Sequence[Measure]) -> None:
-    """The machine, the plans, the bytes of a sequence of each length, and the checks that no model belongs to."""
+def show(console: Console, measures: Sequence[Measure]) -> None:
+    """The plans, the bytes of a sequence of each length, and the checks that no model belongs to."""
+    console.print(f"Plans for {MEMORY >> 30} GiB and sequences of {', '.join(map('{:,}'.format, LENGTHS))} tokens\n")
+    cases = {name: figures for name, figures in by_case(measures).items() if "layout" in figures}
+    plans = [each for each in measures if each.case in cases]
+    console.print(case_table("Plans", plans, PLANS, left=("layout", "blocks_per_frame")))
     console.print(
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs; Python {platform.python_version()}, "
-        f"numpy {np.__version__}, torch {torch.__version__}\n"
-        f"Plans for {MEMORY >> 30} GiB and sequences of {', '.join(f'{length:,}' for length in LENGTHS)} tokens\n",
+        "held: share of the memory in the null frame and, as expected, in partly used frames; ms: least of "
+        f"{RUNS}; +-: distance of the quartiles.\nexcess: of the bytes per sequence over the least of an exhaustive "
+        f"search over all groupings into at most {MAX_GROUPS} groups,\nall layouts and all frame sizes.\n",
         highlight=False,
     )
-    plans = _table("Plans", ("case", "layout", "blocks a frame"), ("groups", "frame B", "held", "excess", "ms"))
-    for result in results:
-        plan, excess = result.plan, result.excess
-        shown = "-" if excess is None else _marked(f"{excess:.2%}", excess <= MAX_EXCESS)
-        figures = (str(len(plan.groups)), f"{plan.frame_bytes:,}", f"{result.held_back:.2%}", shown)
-        plans.add_row(result.case.name, plan.layout, _counts(plan), *figures, f"{result.plan_ms:.2f}")
-    console.print(plans)
-    console.print(
-        f"held: share of the memory in the null frame and, as expected, in partly used frames; ms: least of {RUNS}.\n"
-        "excess: of the bytes per sequence over the least of an exhaustive search over all groupings into at most "
-        f"{MAX_GROUPS} groups,\nall layouts and all frame sizes, none skipped (target {MAX_EXCESS:.0%}).\n",
-        highlight=False,
-    )
-    columns = ("tokens", "allocated MiB", "rows MiB", "reference MiB", "ratio")
-    sequences = _table("A sequence", ("case",), columns)
-    for result in results:
-        for index, length in enumerate(LENGTHS):
-            sizes = (result.allocated[index], result.rows[index], result.case.reference.bytes_per_sequence[index])
+    sequences = new_table("A sequence", ("case",), ("tokens", "allocated MiB", "rows MiB", "reference MiB", "ratio"))
+    for name, figures in cases.items():
+        for length in LENGTHS:
+            sizes = [figures[f"{what}_at_{length}"].value for what in ("allocated", "rows", "reference")]
             sequences.add_row(
-                result.case.name if index == 0 else "",
+                name if length == LENGTHS[0] else "",
                 f"{length:,}",
                 *(f"{size / 2**20:,.2f}" for size in sizes),
-                _marked(f"{result.ratios[index]:.4f}", result.ratios[index] <= MAX_RATIO),
-                end_section=index == len(LENGTHS) - 1,
+                cell(figures[f"ratio_to_reference_at_{length}"]),
+                end_section=length == LENGTHS[-1],
             )
     console.print(sequences)
-    named = _table("Checks", ("case", "figure"), ("value", "target"))
-    for each in checks:
-        value, target = (f"{each:,}" if isinstance(each, int) else str(each) for each in (each.value, each.target))
-        shown = value if each.ok is None else _marked(value, each.ok)
-        named.add_row(each.case, each.metric, f"{shown} {each.unit}".rstrip(), "" if each.ok is None else target)
-    console.print(named)
+    console.print(figure_table("Checks", [each for each in measures if each.case not in cases]))
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in left:
-        table.add_column(column, no_wrap=True)
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+def draw(measures: Sequence[Measure], path: Path) -> None:
+    """Imported only here: matplotlib is an extra."""
+    from benchmarks.planner_plot import draw_ratios
 
-
-def _marked(text: str, ok: bool) -> str:
-    return f"[{'green' if ok else 'red'}]{text}[/]"
+    draw_ratios(measures, LENGTHS, path)
 
 
 def _counts(plan: CachePlan) -> str:
@@ -363,26 +326,9 @@ def _is_named(case: str, models: Sequence[str] | None) -> bool:
     return models is None or case in models or case.partition("/")[0] in models
 
 
-class _Parser(argparse.ArgumentParser):
-    """Answers a mistake in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="python -m benchmarks planner", description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False
-    )
+    parser = new_parser("planner", __doc__, "without the exhaustive search", plots=True)
     parser.add_argument("--models", type=_models, metavar="NAME,NAME", help="models, or cases of them: MODEL/CASE")
-    parser.add_argument("--quick", action="store_true", help="without the exhaustive search")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="one JSON object per line, to FILE or instead of the tables",
-    )
     return parser.parse_args(arguments)
 
 

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import planner
+from benchmarks import planner, planner_plot
 from benchmarks.planner_search import MAX_FIXED_GROUPS, search, ways_to_count
+from benchmarks.record import Measure
 from kvstore import bundled_models, plan_cache
 from kvstore.capacity import blocks_per_group
 from kvstore.choose import MAX_GROUPS
@@ -131,7 +132,11 @@ def test_quick_json_lines(tmp_path, capsys, monkeypatch):
     figures = {(line["case"], line["metric"]): line["value"] for line in lines}
     assert figures["gemma-3-27b/bf16", "reference_at_512"] == 280 << 20
     assert figures["V4-Flash, pages padded", "buckets"] == 1_039_680
-    assert "243 caches" in capsys.readouterr().out
+    for metric in ("planning_median", "planning_spread"):
+        assert figures["jamba-v0.1/bf16", metric] >= 0
+    shown = capsys.readouterr().out
+    for text in ("243 caches", "jamba-v0.1/bf16, its blocks", "131,072", "V4-Flash, pages padded"):
+        assert text in shown
 
 
 def test_json_alone_takes_the_place_of_the_tables_and_the_search_is_gated(capsys, monkeypatch):
@@ -143,6 +148,25 @@ def test_json_alone_takes_the_place_of_the_tables_and_the_search_is_gated(capsys
     assert excess["target"] == 0.02
     assert 0 <= excess["value"] <= 0.02
     assert excess["ok"] is True
+
+
+def test_the_picture_names_every_case_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(planner, "RUNS", 1)
+    monkeypatch.setattr(planner, "RUNS_OF_MIX", 1)
+    path = tmp_path / "planner.svg"
+    command.main(["planner", "--quick", "--models", "gemma-3-27b,qwen3-8b,jamba-v0.1", "--json", "--plot", str(path)])
+    assert path.stat().st_size > 10_000
+    lines = lines_of(capsys.readouterr().out)
+    measures = [Measure(line["case"], line["metric"], line["value"]) for line in lines]
+    rows = {tuple(cases): ratios for ratios, cases in planner_plot.rows_of(measures, planner.LENGTHS)}
+    assert list(rows) == [
+        ("gemma-3-27b/bf16", "fp8"),
+        ("qwen3-8b/bf16",),
+        ("jamba-v0.1/bf16",),
+        ("jamba-v0.1/bf16 in its blocks",),
+    ]
+    assert set(rows["qwen3-8b/bf16",]) == {1.0}
+    assert all(0.8 < ratio < 1 for ratio in rows["gemma-3-27b/bf16", "fp8"])
 
 
 def test_a_missed_target_is_named_and_sets_the_exit_status(capsys, monkeypatch):
