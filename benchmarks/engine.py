@@ -6,39 +6,47 @@ that no round finds the prompts of an earlier one in the prefix cache.
 """
 
 import argparse
-import json
-import platform
-import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.options import count, new_parser
+from benchmarks.record import Measure, Run, UsageError
+from benchmarks.tables import case_table
+from benchmarks.timing import Times
 from kvstore import KVStore, plan_cache
 from kvstore.demo.engine import Engine, Request
 from kvstore.demo.model import Llama
-from kvstore.demo.run import parse_count
 from kvstore.demo.weights import DemoError, LoadedModel, load
 
 MAX_RUNNING = 8
 CHUNK = 256
 MAX_LENGTH = 640
 
+COLUMNS = {
+    "engine": "engine",
+    "engine_spread": "+- %",
+    "transformers": "transformers",
+    "transformers_spread": "+- %",
+    "ratio": "ratio",
+    "difference": "differs",
+}
+"""Metrics -> headings of their columns."""
+
 Texts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`requests(round)` are what both sides serve; `target` is the least ratio of their speeds."""
+    """`requests(round)` are what both sides serve; `target` is the least ratio of their speeds, None without one."""
 
     name: str
-    target: float
+    target: float | None
     requests: Callable[[int], list[Request]]
 
 
@@ -82,52 +90,68 @@ def serve_transformers(loaded: LoadedModel, requests: Sequence[Request]) -> Text
     return texts
 
 
-def measure(case: Case, engine: Engine, loaded: LoadedModel, rounds: int) -> dict[str, float] | None:
-    """Median tokens per second of both sides and their ratio; None when the texts of the first round differ."""
+def measure(
+    case: Case, name: str, engine: Engine, loaded: LoadedModel, rounds: int, advance: Callable[[], None]
+) -> Iterator[Measure]:
+    """Median tokens per second of both sides and their ratio; where the texts of the first round differ, how."""
     requests = case.requests(0)
-    if serve_ours(engine, requests) != serve_transformers(loaded, requests):
-        return None
+    if what := difference(serve_ours(engine, requests), serve_transformers(loaded, requests)):
+        yield Measure(name, "difference", what, "", "none", False)
+        return
+    advance()
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(1, rounds + 1):
-        print(f"{case.name}: round {number} of {rounds}", file=sys.stderr)
         requests = case.requests(number)
         for side, serve in enumerate((partial(serve_ours, engine), partial(serve_transformers, loaded))):
             start = time.perf_counter()
             serve(requests)
             seconds[side].append(time.perf_counter() - start)
+        advance()
     num_tokens = sum(request.max_tokens for request in requests)
-    ours, theirs = (num_tokens / statistics.median(times) for times in seconds)
-    return {"engine": ours, "transformers": theirs, "ratio": ours / theirs}
+    ours, theirs = (Times(tuple(taken)) for taken in seconds)
+    for side, times in (("engine", ours), ("transformers", theirs)):
+        yield Measure(name, side, round(num_tokens / times.median, 3), "tokens/s")
+        yield Measure(name, f"{side}_spread", round(100 * times.spread, 1), "%")
+    ratio = theirs.median / ours.median
+    ok = None if case.target is None else ratio >= case.target
+    yield Measure(name, "ratio", round(ratio, 3), "x", case.target, ok)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. Returns 0, or 1 when a text differs from transformers', 2 for a caller's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks engine", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--quick", action="store_true", help="one short round, for a look; its figures mean little")
-    parser.add_argument("--threads", type=parse_count, help="CPU threads (default: torch's)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
-    options = parser.parse_args(argv)
+def difference(ours: Texts, theirs: Texts) -> str:
+    """Where two answers to the same requests begin to differ, in words; "" where they are equal."""
+    for request, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if mine != other:
+            pairs = zip(mine, other, strict=False)
+            at = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(mine), len(other)))
+            return f"request {request}, token {at}: {mine[at : at + 1]}, not {other[at : at + 1]}"
+    return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the benchmark. Returns 0 when every target is met, 1 when one is missed, 2 for a caller's mistake."""
+    options = _parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    try:
-        loaded = load(None, getattr(torch, options.dtype))
-    except DemoError as error:
-        print(f"benchmarks engine: {error}", file=sys.stderr)
-        return 2
-    loaded.reference.generation_config.eos_token_id = None
-    new_tokens, count, rounds = (16, 8, 1) if options.quick else (96, 32, 5)
+    new_tokens, num_requests, rounds = (16, 8, 1) if options.quick else (96, 32, 5)
     cases = (
-        Case("batch 1", 0.95, equal_lengths(1, 64, new_tokens)),
-        Case("batch 8", 0.95, equal_lengths(8, 64, new_tokens)),
-        Case(f"{count} requests, at most {MAX_RUNNING} at once", 1.5, mixed_lengths(count)),
+        Case("batch 1", None if options.quick else 0.95, equal_lengths(1, 64, new_tokens)),
+        Case("batch 8", None if options.quick else 0.95, equal_lengths(8, 64, new_tokens)),
+        Case(
+            f"{num_requests} requests, at most {MAX_RUNNING} at once",
+            None if options.quick else 1.5,
+            mixed_lengths(num_requests),
+        ),
     )
-    results = {}
-    for case in cases:
-        print(f"{case.name}: comparing the texts", file=sys.stderr)
-        results[case] = measure(case, new_engine(loaded, options.dtype), loaded, rounds)
-    (print_json if options.json else print_table)(results, options.dtype)
-    return 0 if all(results.values()) else 1
+    with Run("engine", options) as run:
+        loaded = _load(options.dtype)
+        with run.progress(len(cases) * (1 + rounds)) as advance:
+            for case in cases:
+                advance(case.name, 0)
+                name = f"{case.name}, {options.dtype}"
+                engine = new_engine(loaded, options.dtype)
+                step = partial(advance, case.name, 1)
+                run.attempt(name, partial(measure, case, name, engine, loaded, rounds, step))
+    return run.finish(show)
 
 
 def new_engine(loaded: LoadedModel, dtype: str) -> Engine:
@@ -139,42 +163,26 @@ def new_engine(loaded: LoadedModel, dtype: str) -> Engine:
     return Engine(Llama(loaded.reference, MAX_LENGTH), store, max_running=MAX_RUNNING, chunk=CHUNK)
 
 
-def print_json(results: dict[Case, dict[str, float] | None], dtype: str) -> None:
-    """One line per figure; `ok` is false and `value` null where the texts differ."""
-    for case, figures in results.items():
-        for metric in ("engine", "transformers", "ratio"):
-            line = {
-                "bench": "engine",
-                "case": f"{case.name}, {dtype}",
-                "metric": metric,
-                "value": figures and round(figures[metric], 3),
-                "unit": "x" if metric == "ratio" else "tokens/s",
-            }
-            if metric == "ratio":
-                line |= {"target": case.target, "ok": bool(figures and figures["ratio"] >= case.target)}
-            print(json.dumps(line))
-
-
-def print_table(results: dict[Case, dict[str, float] | None], dtype: str) -> None:
+def show(console: Console, measures: Sequence[Measure]) -> None:
     """Speeds side by side."""
     import transformers
 
-    table = Table(
-        title=f"SmolLM2-135M {dtype} on {torch.get_num_threads()} CPU threads, useful tokens per second "
-        f"(Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__})",
-        title_justify="left",
-    )
-    for column in ("case", "engine", "transformers", "ratio", "target", ""):
-        table.add_column(column, justify="left" if column in ("case", "") else "right")
-    for case, figures in results.items():
-        if figures is None:
-            table.add_row(case.name, "-", "-", "-", f"{case.target:.2f}", "[red]texts differ[/red]")
-            continue
-        reached = "[green]ok[/green]" if figures["ratio"] >= case.target else "[red]missed[/red]"
-        speeds = (f"{figures['engine']:.1f}", f"{figures['transformers']:.1f}", f"{figures['ratio']:.2f}")
-        table.add_row(case.name, *speeds, f"{case.target:.2f}", reached)
-    Console().print(table)
+    title = f"SmolLM2-135M beside transformers {transformers.__version__}, useful tokens per second"
+    console.print(case_table(title, measures, COLUMNS, left=("difference",)))
+    console.print("Medians of alternated rounds, texts equal; +-: distance of the quartiles.\n", highlight=False)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _load(dtype: str) -> LoadedModel:
+    try:
+        loaded = load(None, getattr(torch, dtype))
+    except DemoError as error:
+        raise UsageError(str(error)) from error
+    loaded.reference.generation_config.eos_token_id = None
+    return loaded
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = new_parser("engine", __doc__, "one short round without targets: its figures mean little")
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
+    return parser.parse_args(arguments)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import __main__ as benchmarks
-from benchmarks import engine as engine_benchmark
 from kvstore import KVStore, OutOfBlocks, plan_cache
 from kvstore.demo import run, weights
 from kvstore.demo.engine import Engine, Request
@@ -362,27 +360,6 @@ def test_demo_answers_what_does_not_fit(model_folder, arguments, message, capsys
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", "two"])
-def test_benchmark_answers_a_bad_number_of_threads(threads, capsys):
-    with pytest.raises(SystemExit) as stop:
-        engine_benchmark.main(["--threads", threads])
-    assert stop.value.code == 2
-    message = capsys.readouterr().err
-    assert f"--threads: expected an integer >= 1, got '{threads}'" in message
-    assert message.startswith("usage: python -m benchmarks engine")
-
-
-def test_benchmark_names_a_missing_package_and_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "benchmarks.engine")
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert benchmarks.main(["engine"]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("benchmarks: expected the package rich, got none: use the checkout's environment")
-    assert "pip install 'paged-kvstore[demo]'" in message
-    assert message.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -391,7 +368,7 @@ def test_benchmark_names_a_missing_package_and_what_to_do(capsys, monkeypatch):
     ],
 )
 def test_example_answers_bad_arguments(arguments, message):
-    checkout = Path(benchmarks.__file__).parents[1]
+    checkout = Path(__file__).parents[1]
     code = f"import sys, runpy; sys.path[:0] = ['.', 'kernels']; sys.argv[1:] = {arguments}; "
     code += "runpy.run_path('examples/generate.py')"
     result = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
