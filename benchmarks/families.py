@@ -6,69 +6,74 @@ do, is a failure.
 """
 
 import argparse
-import json
-import platform
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 import transformers
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks import family_memory, family_runs
 from benchmarks.family_models import FAMILIES
-from benchmarks.family_runs import ATTENTIONS, LAYOUTS, LOGITS_BUDGET, NEW_TOKENS, Run
+from benchmarks.family_runs import ATTENTIONS, LAYOUTS, LOGITS_BUDGET, NEW_TOKENS
+from benchmarks.options import names_of, new_parser
+from benchmarks.record import Measure, Part, Run
+from benchmarks.tables import case_table
 
 MIB = 2**20
+COLUMNS = {
+    "groups": "groups",
+    "prompts": "prompts",
+    "tokens equal": "tokens equal",
+    "logits differ": "logits differ",
+    "found again": "found again",
+    "asked again": "of tokens",
+    "time": "s",
+    "wrong": "wrong",
+}
+"""Metrics -> headings of their columns."""
+HELD = {"in the store": "in the store", "in transformers' cache": "transformers' cache", "by group": "by group"}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A family on one layout, through one attention function; the worst of its batches. `fault` is what went wrong."""
-
-    family: str
-    layout: str
-    attention: str
-    num_groups: int
-    num_prompts: int
-    run: Run | None
-    seconds: float
-    fault: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether all tokens are equal and all logits within the budget."""
-        return self.run is not None and self.run.equal and self.run.error <= LOGITS_BUDGET
-
-
-def rows_of(family: str, layouts: Sequence[str], quick: bool) -> Iterator[Row]:
-    """Runs a family on each layout and through both attention functions."""
+def parts_of(family: str, layouts: Sequence[str], quick: bool) -> list[Part]:
+    """A family on each layout, through both attention functions."""
     batches = family_runs.lengths_of(family)
-    if quick:
-        batches = batches[-1:]
-    for layout in layouts:
-        num_groups = len(family_runs.store_of(family, layout).plan.groups)
-        for attention in ATTENTIONS:
-            begin, fault, worst = time.perf_counter(), "", None
-            try:
-                runs = [family_runs.compare(family, layout, attention, lengths) for lengths in batches]
-                worst = Run(
-                    equal=all(run.equal for run in runs),
-                    error=max(run.error for run in runs),
-                    cached=sum(run.cached for run in runs),
-                    asked=sum(run.asked for run in runs),
-                )
-            except Exception as error:  # whatever it is, the other families have their say
-                fault = f"{type(error).__name__}: {error}"
-            seconds = time.perf_counter() - begin
-            yield Row(family, layout, attention, num_groups, sum(map(len, batches)), worst, seconds, fault)
+    return [
+        (
+            f"{family}, {layout}, {attention}",
+            partial(measure, family, layout, attention, batches[-1:] if quick else batches),
+        )
+        for layout in layouts
+        for attention in ATTENTIONS
+    ]
+
+
+def measure(family: str, layout: str, attention: str, batches: Sequence[tuple[int, ...]]) -> Iterator[Measure]:
+    """The worst of the batches; where tokens or logits are wrong, no time."""
+    case, begin = f"{family}, {layout}, {attention}", time.perf_counter()
+    runs = [family_runs.compare(family, layout, attention, lengths) for lengths in batches]
+    seconds = time.perf_counter() - begin
+    equal, error = all(run.equal for run in runs), max(run.error for run in runs)
+    yield Measure(case, "groups", len(family_runs.store_of(family, layout).plan.groups))
+    yield Measure(case, "prompts", sum(map(len, batches)))
+    yield Measure(case, "tokens equal", equal, "", True, equal)
+    yield Measure(case, "logits differ", error, "of the largest", LOGITS_BUDGET, error <= LOGITS_BUDGET)
+    if equal and error <= LOGITS_BUDGET:
+        yield Measure(case, "found again", sum(run.cached for run in runs), "tokens")
+        yield Measure(case, "asked again", sum(run.asked for run in runs), "tokens")
+        yield Measure(case, "time", round(seconds, 2), "s")
+
+
+def measure_held() -> Iterator[Measure]:
+    """What one sequence of DeepSeek V4 holds."""
+    for held in family_memory.measure():
+        case = f"DeepSeek-V4-Flash, {held.length} tokens, {held.rows}"
+        yield Measure(case, "in the store", held.in_store, "B")
+        if held.in_transformers is not None:
+            yield Measure(case, "in transformers' cache", held.in_transformers, "B")
+        groups = ", ".join(f"{name} {size / MIB:.1f}" for name, size in held.by_group.items())
+        yield Measure(case, "by group", groups, "MiB")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,139 +82,39 @@ def main(arguments: Sequence[str]) -> int:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # sums of several threads come in no fixed order
     layouts = LAYOUTS[:1] + LAYOUTS[-1:] if options.quick else LAYOUTS
-    rows: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(options.families) * len(layouts) * len(ATTENTIONS))
-        for family in options.families:
-            progress.update(bar, description=family)
-            for row in rows_of(family, layouts, options.quick):
-                rows.append(row)
-                progress.advance(bar)
-    held = family_memory.measure() if "deepseek-v4" in options.families else []
-    lines = "\n".join(map(json.dumps, (*_records(rows), *_held_records(held))))
-    if options.json == "-":
-        print(lines)
-    else:
-        console = Console()
-        print_report(console if console.is_terminal else Console(width=120), rows, held)
-    try:
-        if options.json not in (None, "-"):
-            Path(options.json).write_text(lines + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"python -m benchmarks families: cannot write {options.json!r}: {error.strerror}", file=sys.stderr)
-        return 2
-    wrong = [row for row in rows if not row.ok]
-    for row in wrong:
-        what = (
-            row.fault or f"tokens equal: {row.run and row.run.equal}, logits differ by {row.run and row.run.error:.1e}"
-        )
-        print(f"wrong: {row.family}, {row.layout}, {row.attention}: {what}", file=sys.stderr)
-    return 1 if wrong else 0
+    parts = [part for family in options.families for part in parts_of(family, layouts, options.quick)]
+    if "deepseek-v4" in options.families:
+        parts.append(("DeepSeek-V4-Flash, memory", measure_held))
+    with Run("families", options) as run:
+        run.measure(parts)
+    return run.finish(show)
 
 
-def print_report(console: Console, rows: Sequence[Row], held: Sequence[family_memory.Held]) -> None:
+def show(console: Console, measures: Sequence[Measure]) -> None:
     """A line for each family, layout and attention function, and the memory of DeepSeek V4."""
+    title = "On the store's pages, beside transformers' own cache"
+    console.print(case_table(title, measures, COLUMNS, left=("wrong",), case="family, layout, attention reads"))
     console.print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}; "
-        f"float32, one thread, {NEW_TOKENS} new tokens twice\n",
+        f"transformers {transformers.__version__}, float32, {NEW_TOKENS} new tokens twice. logits differ: the most, as "
+        "a part of the\nlargest logit. found again: prompt tokens of the second batch.\n",
         highlight=False,
     )
-    table = _table("On the store's pages, beside transformers' own cache")
-    for name in ("family", "layout", "attention reads"):
-        table.add_column(name)
-    for name in ("groups", "prompts", "tokens", "logits differ", "found again", "s"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        run = row.run
-        table.add_row(
-            row.family,
-            row.layout,
-            row.attention,
-            str(row.num_groups),
-            str(row.num_prompts),
-            "[red]failed[/]" if run is None else "[green]equal[/]" if run.equal else "[red]differ[/]",
-            "" if run is None else f"{run.error:.0e}",
-            "" if run is None else f"{run.cached:,} / {run.asked:,}",
-            f"{row.seconds:.1f}",
-        )
-    console.print(table)
-    console.print(
-        f"logits differ: the most, as a part of the largest logit; budget {LOGITS_BUDGET:.0e}. found again: prompt "
-        "tokens of the second batch.\n",
-        highlight=False,
-    )
+    held = [
+        Measure(each.case, each.metric, round(each.value / MIB, 1) if isinstance(each.value, int) else each.value)
+        for each in measures
+        if each.metric in HELD
+    ]
     if held:
-        _print_held(console, held)
-
-
-def _print_held(console: Console, held: Sequence[family_memory.Held]) -> None:
-    table = _table("DeepSeek-V4-Flash: MiB that one sequence holds")
-    for name in ("tokens", "rows"):
-        table.add_column(name)
-    for name in ("in the store", "transformers' cache", "by group"):
-        table.add_column(name, justify="right")
-    for each in held:
-        groups = ", ".join(f"{name} {size / MIB:.1f}" for name, size in each.by_group.items())
-        theirs = "" if each.in_transformers is None else f"{each.in_transformers / MIB:.1f}"
-        table.add_row(f"{each.length:,}", each.rows, f"{each.in_store / MIB:.1f}", theirs, groups)
-    console.print(table)
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        case = f"{row.family}, {row.layout}, {row.attention}"
-        shared = {"bench": "families", "case": case}
-        if row.run is None:
-            yield {**shared, "metric": "fault", "value": row.fault, "unit": "", "target": "none", "ok": False}
-            continue
-        yield {
-            **shared,
-            "metric": "tokens equal",
-            "value": row.run.equal,
-            "unit": "",
-            "target": True,
-            "ok": row.run.equal,
-        }
-        within = row.run.error <= LOGITS_BUDGET
-        error = {"metric": "logits differ", "value": row.run.error, "unit": "of the largest", "target": LOGITS_BUDGET}
-        yield {**shared, **error, "ok": within}
-        yield {**shared, "metric": "found again", "value": row.run.cached, "unit": f"of {row.run.asked} tokens"}
-        yield {**shared, "metric": "time", "value": row.seconds, "unit": "s"}
-
-
-def _held_records(held: Sequence[family_memory.Held]) -> Iterator[dict[str, Any]]:
-    for each in held:
-        shared = {"bench": "families", "case": f"DeepSeek-V4-Flash, {each.length} tokens, {each.rows}", "unit": "B"}
-        yield {**shared, "metric": "in the store", "value": each.in_store}
-        if each.in_transformers is not None:
-            yield {**shared, "metric": "in transformers' cache", "value": each.in_transformers}
+        console.print(case_table("MiB that one sequence holds", held, HELD, left=("by group",)))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks families", description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False
-    )
+    parser = new_parser("families", __doc__, "two layouts, and of DeepSeek V4 one length only")
     parser.add_argument(
-        "--families", type=_families, default=tuple(FAMILIES), metavar="NAME,NAME", help=f"of {', '.join(FAMILIES)}"
-    )
-    parser.add_argument("--quick", action="store_true", help="two layouts, and of DeepSeek V4 one length only")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="one JSON object per line, to FILE or instead of the tables",
+        "--families",
+        type=names_of(FAMILIES),
+        default=tuple(FAMILIES),
+        metavar="NAME,NAME",
+        help=f"of {', '.join(FAMILIES)}",
     )
     return parser.parse_args(arguments)
-
-
-def _families(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in FAMILIES:
-            raise argparse.ArgumentTypeError(f"expected names out of {', '.join(FAMILIES)}, got {name!r}")
-    return names

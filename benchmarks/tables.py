@@ -10,6 +10,9 @@ from benchmarks.record import Measure, new_table, shown
 Figures = dict[str, Measure]
 """Metric -> figure of one case."""
 
+MIN_CASE = 48
+"""Characters of a case that no column of text takes away."""
+
 
 def by_case(measures: Iterable[Measure]) -> dict[str, Figures]:
     """The figures of each case, in the order in which they were taken."""
@@ -26,27 +29,34 @@ def case_table(
     *,
     left: Collection[str] = (),
     case: str = "case",
+    targets: bool = True,
 ) -> Table:
     """A line for each case that has one of the figures.
 
     Args:
-        columns: metric -> heading.
+        columns: metric -> heading; a column without a figure is left out.
         left: the metrics that are text.
         case: the heading of the cases.
+        targets: whether they are shown, beside whether they are met.
     """
     rows = {name: figures for name, figures in by_case(measures).items() if not figures.keys().isdisjoint(columns)}
+    known = set().union(*rows.values())
+    columns = {metric: heading for metric, heading in columns.items() if metric in known}
     is_gated = any(figures[name].ok is not None for figures in rows.values() for name in columns if name in figures)
     table = new_table(title, (case,))
-    table.columns[0].overflow = "fold"
+    table.columns[0].min_width = min(max(map(len, rows), default=0), MIN_CASE)
     for metric, heading in columns.items():
-        table.add_column(heading, justify="left" if metric in left else "right", no_wrap=True)
-    if is_gated:
+        is_left = metric in left
+        table.add_column(heading, justify="left" if is_left else "right", no_wrap=not is_left)
+    if is_gated and targets:
         table.add_column("target", justify="right")
+    if is_gated:
         table.add_column("", no_wrap=True)
     for name, figures in rows.items():
         gated = [figures[metric] for metric in columns if metric in figures and figures[metric].ok is not None]
-        end = (", ".join(dict.fromkeys(shown(each.target) for each in gated)), verdict(gated)) if is_gated else ()
-        table.add_row(escape(name), *(cell(figures.get(metric)) for metric in columns), *end)
+        bounds = [", ".join(dict.fromkeys(shown(each.target) for each in gated))] if is_gated and targets else []
+        ending = [*bounds, verdict(gated)] if is_gated else []
+        table.add_row(escape(name), *(cell(figures.get(metric)) for metric in columns), *ending)
     return table
 
 

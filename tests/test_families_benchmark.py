@@ -15,11 +15,12 @@ def records(text: str) -> list[dict[str, object]]:
 def test_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_benchmark(["families", "--families", "mistral", "--quick", "--json"]) == 0
     found = records(capsys.readouterr().out)
-    cases = {each["case"] for each in found}
+    cases = {each["case"] for each in found} - {"machine"}
     assert cases == {
         f"mistral, {layout}, {reads}" for layout in ("buckets", "frames") for reads in ("columns", "pages")
     }
-    assert {each["metric"] for each in found} == {"tokens equal", "logits differ", "found again", "time"}
+    metrics = {each["metric"] for each in found if each["case"] != "machine"}
+    assert metrics == {"groups", "prompts", "tokens equal", "logits differ", "found again", "asked again", "time"}
     assert all(each["ok"] for each in found if "target" in each)
 
 
@@ -29,12 +30,10 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert families.main(["--families", "deepseek-v4"]) == 0
     shown = capsys.readouterr().out
     for text in (
-        "deepseek-v4  overlay  pages",
-        "15,360 / 38,424",
-        "equal",
-        "3e-06",
-        "DeepSeek-V4-Flash: MiB",
-        "32,768",
+        "deepseek-v4, overlay, pages 7 24 True 3e-06 15,360 38,424",
+        "True, 2e-05 ok",
+        "MiB that one sequence holds",
+        "DeepSeek-V4-Flash, 32768 tokens, fp8_ds_mla",
     ):
         assert " ".join(text.split()) in " ".join(shown.split())
 
@@ -44,13 +43,13 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     [
         (
             family_runs.Run(False, 1e-6, 1, 2),
-            "wrong: llama, buckets, columns: tokens equal: False, logits differ by 1.0e-06",
+            "missed: llama, buckets, columns: tokens equal False (target True)",
         ),
         (
             family_runs.Run(True, 3e-5, 1, 2),
-            "wrong: llama, frames, pages: tokens equal: True, logits differ by 3.0e-05",
+            "missed: llama, frames, pages: logits differ 3e-05 of the largest (target 2e-05)",
         ),
-        (None, "wrong: llama, buckets, columns: RuntimeError: broken"),
+        (None, "missed: llama, buckets, columns: wrong RuntimeError: broken (target a right result)"),
     ],
     ids=["tokens", "logits", "error"],
 )
@@ -66,7 +65,9 @@ def test_a_wrong_result_is_a_failure(
     assert families.main(["--families", "llama", "--quick", "--json", "-"]) == 1
     printed = capsys.readouterr()
     assert message in printed.err
-    assert all(not each["ok"] for each in records(printed.out) if each["metric"] == "fault")
+    found = records(printed.out)
+    assert not all(each["ok"] for each in found if "ok" in each)
+    assert not any(each["metric"] in ("time", "found again") for each in found)
 
 
 def test_a_logit_that_is_off_is_seen() -> None:
@@ -88,5 +89,5 @@ def test_names_that_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family_runs, "compare", lambda *args: family_runs.Run(True, 0.0, 0, 1))
-    assert families.main(["--families", "llama", "--quick", "--json", "/no/such/folder/out.json"]) == 2
+    assert run_benchmark(["families", "--families", "llama", "--quick", "--json", "/no/such/folder/out.json"]) == 2
     assert "cannot write '/no/such/folder/out.json'" in capsys.readouterr().err
