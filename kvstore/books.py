@@ -119,11 +119,7 @@ class Books:
         namespaces = namespaces_of(namespace, prompts)
         keeps = keeps_of(retention, len(prompts))
         most = most_cached(max_cached_tokens, len(prompts))
-        if len(prompts) > self.handles.num_free:
-            raise SequenceError(
-                f"token_arrays: expected at most {self.handles.num_free} more sequences "
-                f"(max_sequences {self.limits.max_sequences}), got {len(prompts)}"
-            )
+        self.handles.expect_room("token_arrays", len(prompts))
         found: Found | None = None
         if len(prompts) == 1:
             # What equals tokens of the index needs no look: of a long hit only the rest is searched for wrong numbers.

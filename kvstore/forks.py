@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from kvstore.books import Books
-from kvstore.errors import SequenceError
 from kvstore.rules import NEVER
 from kvstore.sequences import Counts, Rows, int_array
 from kvstore_kernels.checks import expect_int
@@ -24,11 +23,7 @@ def fork(books: Books, seq_id: Any, num_forks: int) -> Rows:
     books.handles.expect_resident(ids, rows, "seq_id")
     books.flush()
     books.expect_settled(ids, rows, "seq_id")
-    if num_forks > books.handles.num_free:
-        raise SequenceError(
-            f"num_forks: expected at most {books.handles.num_free} more sequences "
-            f"(max_sequences {books.limits.max_sequences}), got {num_forks}"
-        )
+    books.handles.expect_room("num_forks", num_forks)
     forks = books.handles.open(num_forks)
     _share(books, np.repeat(rows, num_forks), forks)
     return forks

@@ -17,6 +17,9 @@ from kvstore.rules import NO_VARIANT
 from kvstore.steps import Step, expect_uncommitted, expect_unfinished
 from kvstore_kernels import PageView
 
+NOPE_AND_ROPE = ("nope", "rope")
+"""A latent row as two tensors."""
+
 
 class LayerOps:
     """The half of a KVStore that moves bytes; see `KVStore`."""
@@ -43,10 +46,11 @@ class LayerOps:
             raise ValueError(f"layer: {layer!r} reads the cache of {self.plan.owner(layer)!r} and has none to write")
         expect_uncommitted(self._books, batch.step)
         where = batch.variant_slots[variant] if slots is None else slots
-        for part in parts:
+        names = [part.name for part in view.format.parts]
+        for name, part in zip(names if len(names) == len(parts) else NOPE_AND_ROPE, parts, strict=False):
             if isinstance(part, torch.Tensor) and part.ndim and part.shape[0] != where.shape[0]:
                 what = "token" if slots is None else "slot"
-                raise ValueError(f"parts: expected {where.shape[0]} rows, one per {what}, got {part.shape[0]}")
+                raise ValueError(f"{name}: expected {where.shape[0]} rows, one per {what}, got {part.shape[0]}")
         kernels.write_rows(view, where, *parts, backend=self._backend)
 
     def gather(
@@ -199,7 +203,7 @@ class LayerOps:
         Raises: ValueError / TypeError for a batch with other than one token per sequence, a chunked layer (gather its
             rows), and as `write`.
         """
-        view, variant = self._decode_layer(layer, batch)
+        view, variant = self._decode_layer(layer, batch, q)
         return kernels.gqa_decode(
             view,
             batch.block_table[self._books.rules.variants[variant].group],
@@ -238,7 +242,7 @@ class LayerOps:
 
         Raises: as `gqa_decode`, a layer with a window included (see `sparse_mla_decode`).
         """
-        view, variant = self._decode_layer(layer, batch)
+        view, variant = self._decode_layer(layer, batch, q)
         if self.plan.spec(layer).window is not None:
             raise ValueError(
                 f"layer: expected latent rows without a window, got {layer!r}: name its rows to sparse_mla_decode"
@@ -341,7 +345,7 @@ class LayerOps:
         self._expect_fresh(batch)
         return view, variant
 
-    def _decode_layer(self, layer: str, batch: Batch) -> tuple[PageView, int]:
+    def _decode_layer(self, layer: str, batch: Batch, q: torch.Tensor) -> tuple[PageView, int]:
         view, variant = self._rows_of(layer, batch)
         if not batch.is_decode:
             raise ValueError(
@@ -351,6 +355,10 @@ class LayerOps:
         kind = self.plan.spec(layer).kind
         if kind in ("chunked", "ring"):
             raise ValueError(f"layer: expected pages that a decode kernel reads, got a {kind} layer: gather its rows")
+        num_seqs = batch.block_table[self._books.rules.variants[variant].group].shape[0]
+        if isinstance(q, torch.Tensor) and q.ndim and q.shape[0] != num_seqs:
+            padding = " (padding included)" if num_seqs > len(batch.step.rows) else ""
+            raise ValueError(f"q: expected {num_seqs} rows, one per sequence of the batch{padding}, got {q.shape[0]}")
         return view, variant
 
     def _expect_fresh(self, batch: Batch) -> None:

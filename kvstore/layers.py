@@ -7,7 +7,7 @@ import torch
 
 from kvstore.errors import PlanError
 from kvstore.specs import LayerSpec
-from kvstore_kernels.formats import ROW_DTYPES, RowFormat, dtype_name, kv_format, latent_format
+from kvstore_kernels.formats import ALIGNMENT_BYTES, ROW_DTYPES, RowFormat, kv_format, latent_format
 from kvstore_kernels.quantised import state_format
 
 KV_DTYPES = (*ROW_DTYPES, torch.float8_e4m3fn)
@@ -23,6 +23,7 @@ def full_attention(
     block_size: int = 16,
     packed: bool = False,
     padded_page_bytes: int | None = None,
+    block_stride_multiple: int = ALIGNMENT_BYTES,
 ) -> LayerSpec:
     """K and V of every token, `num_kv_heads` vectors of `head_dim` and `head_dim_v` elements.
 
@@ -34,11 +35,13 @@ def full_attention(
         block_size: tokens of a block.
         packed: K and V of a token lie in one row; else a page holds all K rows, then all V rows.
         padded_page_bytes: bytes of a page that shall be wider than its rows need, a multiple of 16.
+        block_stride_multiple: a number that the bytes from one block to the next shall be a multiple of.
 
     Raises: PlanError when a number is out of range.
     """
     row_format = _checked_format(kv_format, dtype, num_kv_heads, head_dim, head_dim_v, dtype, packed=packed)
-    return LayerSpec("full", block_size, row_format, padded_page_bytes=padded_page_bytes)
+    pages = _pages(padded_page_bytes, block_stride_multiple)
+    return LayerSpec("full", block_size, row_format, **pages)
 
 
 def sliding_window(
@@ -51,13 +54,15 @@ def sliding_window(
     block_size: int = 16,
     packed: bool = False,
     padded_page_bytes: int | None = None,
+    block_stride_multiple: int = ALIGNMENT_BYTES,
 ) -> LayerSpec:
     """As `full_attention`, for a layer whose query sees the last `window` tokens, its own included.
 
     Raises: PlanError when a number is out of range.
     """
     row_format = _checked_format(kv_format, dtype, num_kv_heads, head_dim, head_dim_v, dtype, packed=packed)
-    return LayerSpec("sliding_window", block_size, row_format, window=window, padded_page_bytes=padded_page_bytes)
+    pages = _pages(padded_page_bytes, block_stride_multiple)
+    return LayerSpec("sliding_window", block_size, row_format, window=window, **pages)
 
 
 def chunked_attention(
@@ -70,13 +75,15 @@ def chunked_attention(
     block_size: int = 16,
     packed: bool = False,
     padded_page_bytes: int | None = None,
+    block_stride_multiple: int = ALIGNMENT_BYTES,
 ) -> LayerSpec:
     """As `full_attention`, for a layer whose query sees the tokens since the last multiple of `chunk` (Llama 4).
 
     Raises: PlanError when a number is out of range.
     """
     row_format = _checked_format(kv_format, dtype, num_kv_heads, head_dim, head_dim_v, dtype, packed=packed)
-    return LayerSpec("chunked", block_size, row_format, chunk=chunk, padded_page_bytes=padded_page_bytes)
+    pages = _pages(padded_page_bytes, block_stride_multiple)
+    return LayerSpec("chunked", block_size, row_format, chunk=chunk, **pages)
 
 
 def latent(
@@ -87,6 +94,7 @@ def latent(
     block_size: int = 64,
     tokens_per_row: int = 1,
     padded_page_bytes: int | None = None,
+    block_stride_multiple: int = ALIGNMENT_BYTES,
 ) -> LayerSpec:
     """One MLA row of `latent_dim` elements per token, whose first `value_dim` are also read as V.
 
@@ -101,7 +109,8 @@ def latent(
     Raises: PlanError when a number is out of range.
     """
     row_format = _checked_format(latent_format, dtype, latent_dim, value_dim, dtype)
-    return LayerSpec("latent", block_size, row_format, tokens_per_row, None, padded_page_bytes, num_shards=1)
+    pages = _pages(padded_page_bytes, block_stride_multiple)
+    return LayerSpec("latent", block_size, row_format, tokens_per_row, num_shards=1, **pages)
 
 
 def recurrent_state(
@@ -136,10 +145,15 @@ def recurrent_state(
     )
 
 
+def _pages(padded_page_bytes: int | None, block_stride_multiple: int) -> dict[str, Any]:
+    """What outside readers demand of pages, as fields of a spec."""
+    return {"padded_page_bytes": padded_page_bytes, "block_stride_multiple": block_stride_multiple}
+
+
 def _checked_format(make: Callable[..., RowFormat], dtype: object, *args: Any, **kwargs: Any) -> RowFormat:
     if dtype not in KV_DTYPES:
-        known = ", ".join(map(dtype_name, KV_DTYPES))
-        raise PlanError(f"dtype: expected one of {known}, got {dtype!r}")
+        known = ", ".join(map(str, KV_DTYPES))
+        raise PlanError(f"dtype: expected a torch dtype, one of {known}, got {dtype!r}")
     try:
         return make(*args, **kwargs)
     except (TypeError, ValueError) as error:

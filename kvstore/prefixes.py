@@ -57,6 +57,8 @@ class HitReport:
         return self.length - self.replayed
 
     def __str__(self) -> str:
+        if not self.matched:
+            return f"0 of {self.num_tokens} tokens cached; nothing cached begins like this prompt in its namespace"
         parts = [f"{stop.group}: {stop.length} ({stop.reason})" for stop in self.stops]
         return (
             f"{self.cached_tokens} of {self.num_tokens} tokens cached; tokens equal up to {self.matched}"

@@ -21,6 +21,11 @@ def prompt_arrays(token_arrays: Any, max_length: int) -> list[npt.NDArray[np.int
     if not isinstance(token_arrays, Iterable) or isinstance(token_arrays, str | bytes):
         raise ValueError(f"token_arrays: expected a sequence of prompts, got {token_arrays!r}")
     given = list(token_arrays)
+    if given and all(isinstance(item, int | np.integer) or _is_single(item) for item in given):
+        first = ", ".join(str(int(item)) for item in given[:3]) + ", ..." * (len(given) > 3)
+        raise ValueError(
+            f"token_arrays: expected a list of token arrays, got token ids: one prompt is [[{first}]], not [{first}]"
+        )
     prompts = []
     for index, tokens in enumerate(given):
         name = f"token_arrays[{index}]"
@@ -29,6 +34,11 @@ def prompt_arrays(token_arrays: Any, max_length: int) -> list[npt.NDArray[np.int
             raise ValueError(f"{name}: expected 1 to {max_length} tokens (max_length), got {len(prompt)}")
         prompts.append(prompt)
     return prompts
+
+
+def _is_single(item: Any) -> bool:
+    """Whether an array or tensor is a single integer, as one sees when going through a flat one."""
+    return getattr(item, "ndim", None) == 0 and hasattr(item, "__index__")
 
 
 def namespaces_of(

@@ -102,11 +102,6 @@ class Handles:
         self._seen = np.zeros(max_sequences, np.bool_)  # scratch of the search for repeated handles
 
     @property
-    def num_free(self) -> int:
-        """Sequences that can still be opened."""
-        return self._num_free
-
-    @property
     def num_open(self) -> int:
         """Open sequences, suspended ones included."""
         return self.max_sequences - self._num_free
@@ -115,6 +110,14 @@ class Handles:
     def free(self) -> Rows:
         """The rows of no sequence."""
         return self._free[: self._num_free]
+
+    def expect_room(self, name: str, count: int) -> None:
+        """Raises SequenceError when fewer than `count` sequences can be opened."""
+        if count > self._num_free:
+            raise SequenceError(
+                f"{name}: expected at most {self._num_free} more sequences, since {self.num_open} are open of at most "
+                f"{self.max_sequences} (max_sequences; release gives places back), got {count}"
+            )
 
     def open(self, count: int) -> Rows:
         """Takes `count` rows; the caller has checked that there are so many."""
@@ -167,10 +170,10 @@ class Handles:
     def _complaint(self, name: str, seq_id: int) -> str:
         row = seq_id & ROW_MASK
         if seq_id < 0 or row >= self.max_sequences:
-            return f"{name}: expected handles from open(), got {seq_id}"
+            return f"{name}: expected handles of open sequences, got {seq_id}, which is no handle from open()"
         past = 0 < seq_id >> GENERATION_SHIFT < self.generation[row]
-        what = "which was released" if past else "which was never given out"
-        return f"{name}: expected open sequences, got {seq_id}, {what}"
+        what = "a handle of a sequence that was released" if past else "which is no handle from open()"
+        return f"{name}: expected handles of open sequences, got {seq_id}, {what}"
 
 
 def int_array(name: str, values: Any) -> npt.NDArray[np.int64]:

@@ -20,8 +20,9 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What `extend` reserved: rows of the tables, tokens before and new, and what changes hands per group."""
+    """What `extend` of some books reserved: rows of the tables, tokens before and new, what changes hands per group."""
 
+    books: Books
     serial: int
     seq_ids: npt.NDArray[np.int64]
     rows: Rows
@@ -69,8 +70,8 @@ def extend(books: Books, seq_ids: Any, num_new_tokens: Any, pad_to: int | None =
     taken, new_blocks = _take(books, kinds)
 
     step = Step(
-        books.next_serial, roster.ids, rows, starts, counts, ends, roster, roster.num_extends, num_tokens, max_length,
-        is_single, new_blocks, NO_SLOTS,
+        books, books.next_serial, roster.ids, rows, starts, counts, ends, roster, roster.num_extends, num_tokens,
+        max_length, is_single, new_blocks, NO_SLOTS,
     )  # fmt: skip
     books.unfinished[step.serial] = step
     books.next_serial += 1
@@ -171,15 +172,21 @@ def finish(books: Books, step: Step) -> None:
 
 def expect_unfinished(books: Books, step: Step) -> None:
     """Raises ValueError unless the step is of these books and not finished."""
+    _expect_own(books, step)
     if books.unfinished.get(step.serial) is not step:
-        raise ValueError("batch: expected an unfinished batch of this store, got a finished or a foreign one")
+        raise ValueError("batch: expected an unfinished batch, got one that was committed and finished already")
 
 
 def expect_uncommitted(books: Books, step: Step) -> None:
     """Raises ValueError unless the step is of these books and not committed."""
-    expect_unfinished(books, step)
+    _expect_own(books, step)
     if step.committed:
-        raise ValueError("batch: expected a batch that is not committed, got a committed one")
+        raise ValueError("batch: expected a batch that is not committed, got one that was committed already")
+
+
+def _expect_own(books: Books, step: Step) -> None:
+    if step.books is not books:
+        raise ValueError("batch: expected a batch of this store, got one of another store")
 
 
 def _slots(books: Books, step: Step, state: SequenceState) -> Numbers:

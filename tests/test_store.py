@@ -228,7 +228,7 @@ def test_finish_can_come_after_commit() -> None:
     store.finish(batch)
     assert store.stats().fenced == 0
     store.check()
-    with pytest.raises(ValueError, match="expected an unfinished batch of this store"):
+    with pytest.raises(ValueError, match="got one that was committed and finished already"):
         store.finish(batch)
 
 

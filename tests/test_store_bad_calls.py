@@ -52,10 +52,22 @@ def test_a_handle_that_names_no_sequence_is_refused_in_every_call(call: str, han
     store.release([gone])
     foreign = other.open([[1]] * 5).seq_ids[-1].item()
     wrong, error, message = {
-        "unknown": (12345, SequenceError, "expected handles from open.*, got 12345"),
-        "negative": (-5, SequenceError, "expected handles from open.*, got -5"),
-        "released": (gone, SequenceError, f"expected open sequences, got {gone}, which was released"),
-        "foreign": (foreign, SequenceError, f"expected open sequences, got {foreign}, which was never given out"),
+        "unknown": (
+            12345,
+            SequenceError,
+            "expected handles of open sequences, got 12345, which is no handle from open",
+        ),
+        "negative": (-5, SequenceError, "expected handles of open sequences, got -5, which is no handle from open"),
+        "released": (
+            gone,
+            SequenceError,
+            f"expected handles of open sequences, got {gone}, a handle of a sequence that was released",
+        ),
+        "foreign": (
+            foreign,
+            SequenceError,
+            f"expected handles of open .*, got {foreign}, which is no handle from open",
+        ),
         "no integer": ("a", ValueError, "expected a flat array of integers"),
     }[handle]
     name = {"reorder from": "parents", "fork": "seq_id", "explain_hit": "seq_id"}.get(call, "seq_ids")
@@ -113,7 +125,7 @@ OTHERS: dict[str, tuple[Callable[[KVStore, list[int]], Any], type[Exception], st
     "forks beyond max_sequences": (
         lambda store, ids: store.fork(ids[0], 7),
         SequenceError,
-        r"num_forks: expected at most 6 more sequences \(max_sequences 8\), got 7",
+        r"num_forks: expected at most 6 more sequences, since 2 are open of at most 8 \(max_sequences; .*\), got 7",
     ),
     "negative forks": (lambda store, ids: store.fork(ids[0], -1), ValueError, "num_forks: expected an integer >= 0"),
     "half a fork": (lambda store, ids: store.fork(ids[0], 0.5), TypeError, "num_forks: expected an integer"),

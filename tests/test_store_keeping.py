@@ -190,7 +190,9 @@ def test_hits_are_explained() -> None:
     store = make_store()
     name = store._books.rules.names[0]
     first, *_ = prefill(store, range(10))
-    assert str(store.explain_hit(first)) == (f"0 of 10 tokens cached; tokens equal up to 0; {name}: 0 (end of match)")
+    assert str(store.explain_hit(first)) == (
+        "0 of 10 tokens cached; nothing cached begins like this prompt in its namespace"
+    )
     opened = store.open([[*range(10), 11], [0, 1, 2, 3, 4, 5, 77, 78], [5]]).seq_ids
     assert str(store.explain_hit(opened[0])) == (
         f"8 of 11 tokens cached; tokens equal up to 8; {name}: 8 (end of match)"

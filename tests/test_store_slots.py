@@ -58,7 +58,7 @@ def test_bad_calls() -> None:
     batch = store.extend(seq_ids, 6)
     slots = store.slots_of(LAYER, batch, [[0, 1]])[0]
     k = torch.zeros(3, 2, 8, dtype=torch.float16)
-    with pytest.raises(ValueError, match="parts: expected 2 rows, one per slot, got 3"):
+    with pytest.raises(ValueError, match=r"^k: expected 2 rows, one per slot, got 3"):
         store.write(LAYER, batch, k, k, slots=slots)
     with pytest.raises(ValueError, match="layer: expected a layer of the plan"):
         store.read("layers.9.attn", batch, slots)
