@@ -6,57 +6,73 @@ the chip's shared memory; other strides and sizes make no further variants.
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from functools import partial
+from multiprocessing import active_children, get_context
 
 from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.aot_compile import CHIPS, Figures, compile_launch, count_variants
-from benchmarks.aot_peers import print_peers
+from benchmarks.aot_peers import show_peers
 from benchmarks.aot_registry import CASES, KERNELS, variant_families
-from benchmarks.aot_report import NO_FIGURES, Measure, Result, measure, print_tables
+from benchmarks.aot_report import NO_FIGURES, Result, measure, show_kernels
+from benchmarks.options import count, names_of, new_parser
+from benchmarks.record import Measure, Run, UsageError
 from kvstore_kernels.launch import INTERPRETED
+
+Advance = Callable[[str, int], None]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the check. Returns 0 when every gate holds, 1 when one does not, 2 when it cannot run."""
     options = _parse(arguments)
     if INTERPRETED:
-        print("aot: expected a process without TRITON_INTERPRET, for under it nothing compiles", file=sys.stderr)
-        return 2
-    results = compile_all(options.kernels, options.targets, options.jobs, options.quick)
-    variants = [each for chip in options.targets for each in measure_variants(chip, options.kernels)]
-    measures = [each for result in results for each in measure(result)] + variants
-    if options.json:
-        print(*(each.to_json() for each in measures), sep="\n")
-    else:
-        console = Console()
-        console = console if console.is_terminal else Console(width=150)
-        print_tables(console, results, variants)
-        print_peers(console, results)
-    return 1 if any(each.ok is False for each in measures) else 0
+        raise UsageError("expected a process without TRITON_INTERPRET, for under it nothing compiles")
+    wanted = wanted_cases(options.kernels, options.targets, options.quick)
+    results: list[Result] = []
+    with Run("aot", options) as run, run.progress(len(wanted) + len(options.targets)) as advance:
+
+        def measures() -> Iterator[Measure]:
+            for result in compile_all(wanted, options.jobs, advance):
+                results.append(result)
+                yield from measure(result)
+
+        run.attempt("compiling", measures)
+        for chip in options.targets:
+            run.attempt(f"variants on {chip}", partial(measure_variants, chip, options.kernels))
+            advance(f"variants on {chip}", 1)
+    return run.finish(partial(show, results=results))
 
 
-def compile_all(kernels: Sequence[str], chips: Sequence[str], jobs: int, quick: bool) -> list[Result]:
-    """Every case of these kernels on every chip it is for, as the registry orders them; compiler errors are results."""
+def wanted_cases(kernels: Sequence[str], chips: Sequence[str], quick: bool) -> list[tuple[int, str]]:
+    """Every case of these kernels, by its number in the registry, on every chip it is for."""
     cases = [(idx, case) for idx, case in enumerate(CASES) if case.kernel in kernels and case.is_quick >= quick]
-    wanted = [(idx, chip) for idx, case in cases for chip in chips if case.is_for(chip)]
-    results = {}
+    return [(idx, chip) for idx, case in cases for chip in chips if case.is_for(chip)]
+
+
+def compile_all(wanted: Sequence[tuple[int, str]], jobs: int, advance: Advance) -> Iterator[Result]:
+    """Compiles cases side by side; they come as they are done, and compiler errors are results."""
     # Spawned, not forked: compilers and torch have threads.
-    with (
-        Progress(console=Console(stderr=True), transient=True) as progress,
-        ProcessPoolExecutor(max(1, min(jobs, len(wanted))), mp_context=get_context("spawn")) as pool,
-    ):
-        bar = progress.add_task("compiling", total=len(wanted))
+    context = get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(jobs, len(wanted))), context, initializer=_leave_interrupts) as pool:
         futures = {pool.submit(compile_case, idx, chip): (idx, chip) for idx, chip in wanted}
-        for future in as_completed(futures):
-            idx, chip = futures[future]
-            results[idx, chip] = Result(CASES[idx], chip, *future.result())
-            progress.advance(bar)
-    return [results[key] for key in wanted]
+        try:
+            for future in as_completed(futures):
+                idx, chip = futures[future]
+                advance(f"{CASES[idx].kernel} on {chip}", 1)
+                yield Result(CASES[idx], chip, *future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.terminate()
+            raise
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal; here the one that has started them ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def compile_case(case_idx: int, chip: str) -> tuple[Figures, str]:
@@ -68,35 +84,27 @@ def compile_case(case_idx: int, chip: str) -> tuple[Figures, str]:
         return NO_FIGURES, f"{type(error).__name__}: {error}"
 
 
-def measure_variants(chip: str, kernels: Sequence[str]) -> list[Measure]:
+def measure_variants(chip: str, kernels: Sequence[str]) -> Iterator[Measure]:
     """For each kernel with a family of strides and sizes, how many variants Triton compiles for it."""
-    counts = {
-        kernel: count_variants(launches, CHIPS[chip])
-        for kernel, launches in variant_families(CHIPS[chip]).items()
-        if kernel.partition(",")[0] in kernels
-    }
-    return [Measure(f"{kernel} on {chip}", "variants", count, "", 1, count == 1) for kernel, count in counts.items()]
+    for kernel, launches in variant_families(CHIPS[chip]).items():
+        if kernel.partition(",")[0] in kernels:
+            found = count_variants(launches, CHIPS[chip])
+            yield Measure(f"{kernel} on {chip}", "variants", found, "", 1, found == 1)
+
+
+def show(console: Console, measures: Sequence[Measure], results: Sequence[Result]) -> None:
+    """The kernels, and beside them public ones."""
+    show_kernels(console, measures)
+    show_peers(console, results)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks aot", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--kernels", type=_names(KERNELS), default=KERNELS, help=f"of {', '.join(KERNELS)}")
-    parser.add_argument("--targets", type=_names(tuple(CHIPS)), default=tuple(CHIPS), help=f"of {', '.join(CHIPS)}")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes to compile in")
-    parser.add_argument("--quick", action="store_true", help="leave out the cases that take longest")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of the table")
-    options = parser.parse_args(arguments)
-    if options.jobs < 1:
-        parser.error(f"argument --jobs: expected at least 1, got {options.jobs}")
-    return options
-
-
-def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"expected names out of {', '.join(known)}, got {name!r}")
-        return names
-
-    return parse
+    parser = new_parser("aot", __doc__, "without the cases that take longest")
+    for option, known in (("--kernels", KERNELS), ("--targets", tuple(CHIPS))):
+        parser.add_argument(
+            option, type=names_of(known), default=known, metavar="NAME,NAME", help=f"of {', '.join(known)}"
+        )
+    parser.add_argument(
+        "--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes to compile in (default: CPUs)"
+    )
+    return parser.parse_args(arguments)

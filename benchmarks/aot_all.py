@@ -4,18 +4,20 @@ Each version is installed alone into a folder of its own (`--folder`, kept for t
 used by a process whose path begins with it. Everything else, torch too, is that of this environment.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+
+from benchmarks.aot_report import gates_in_words
+from benchmarks.options import new_parser
+from benchmarks.record import Measure, Run, UsageError, new_table, shown
+from benchmarks.tables import by_case
 
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 FIGURES = ("registers", "spill_bytes", "shared_bytes")
@@ -24,72 +26,67 @@ ROOT = Path(__file__).parent.parent
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the check. Returns 0 when every gate holds under every version, 1 when one does not, 2 for a mistake."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks aot-all", allow_abbrev=False)
-    parser.add_argument("--versions", default=",".join(VERSIONS), help=f"default: {','.join(VERSIONS)}")
+    parser = new_parser("aot-all", __doc__, "without the cases that take longest")
+    parser.add_argument(
+        "--versions", default=",".join(VERSIONS), metavar="NUMBER,NUMBER", help=f"default: {','.join(VERSIONS)}"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tritons", help="where they are installed")
-    parser.add_argument("--json", action="store_true", help="print one object per line instead of tables")
     options = parser.parse_args(arguments)
-    measures: list[dict[str, Any]] = []
-    for version in options.versions.split(","):
-        try:
-            measures += check_version(version, options.folder / version)
-        except RuntimeError as error:
-            print(f"aot-all: {error}", file=sys.stderr)
-            return 2
-    failed = [each for each in measures if each.get("ok") is False]
-    if options.json:
-        print(*map(json.dumps, measures), sep="\n")
-    else:
-        show(measures, failed)
-    return 1 if failed else 0
+    versions = options.versions.split(",")
+    with Run("aot-all", options) as run:
+        for version in versions:
+            install(version, options.folder / version)
+        for version in versions:
+            part = partial(check_version, version, options.folder / version, options.quick)
+            run.attempt(f"triton {version}", part)
+    return run.finish(show)
 
 
-def check_version(version: str, folder: Path) -> list[dict[str, Any]]:
-    """The measures of `python -m benchmarks aot --json` under one version of Triton.
+def install(version: str, folder: Path) -> None:
+    """Installs a version of Triton, unless it is there.
 
-    Raises: RuntimeError when it cannot be installed, or the check does not run under it.
+    Raises: UsageError when it cannot be installed.
     """
-    if not (folder / "triton").is_dir():
-        print(f"installing triton {version} into {folder}", file=sys.stderr)
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"triton=={version}"]
-        if subprocess.run(pip, check=False).returncode:
-            raise RuntimeError(f"expected triton {version} to be installable")
+    if (folder / "triton").is_dir():
+        return
+    print(f"installing triton {version} into {folder}", file=sys.stderr)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"triton=={version}"]
+    if subprocess.run(pip, check=False).returncode:
+        raise UsageError(f"expected triton {version} to be installable")
+
+
+def check_version(version: str, folder: Path, quick: bool) -> Iterator[Measure]:
+    """The figures of `python -m benchmarks aot` under one version of Triton, which their cases name, as they come.
+
+    Raises: RuntimeError when the check does not run under it.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (folder, ROOT, ROOT / "kernels")))
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    command = [sys.executable, "-m", "benchmarks", "aot", "--json", *(["--quick"] if quick else [])]
     print(f"compiling under triton {version}", file=sys.stderr)
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "aot", "--json"],
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    if run.returncode not in (0, 1) or not lines:
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            fields = json.loads(line)
+            name = f"{fields.pop('case')}, triton {version}"
+            if fields.pop("bench") == "aot" and not name.startswith("machine,"):
+                yield Measure(name, **fields)
+    if run.returncode not in (0, 1):
         raise RuntimeError(f"the check under triton {version} ended with status {run.returncode}")
-    return [{"triton": version, **line} for line in lines]
 
 
-def show(measures: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]]) -> None:
+def show(console: Console, measures: Sequence[Measure]) -> None:
     """One row per case and chip, one column of registers / spill / shared bytes per version; then what failed."""
-    versions = list(dict.fromkeys(each["triton"] for each in measures))
-    cells: dict[str, dict[str, dict[str, Any]]] = {}
-    for each in measures:
-        cells.setdefault(each["case"], {}).setdefault(each["triton"], {})[each["metric"]] = each["value"]
-    table = Table(box=box.SIMPLE_HEAD, title="registers / spilled bytes / shared bytes", title_justify="left")
-    table.add_column("case", no_wrap=True)
-    for version in versions:
-        table.add_column(f"triton {version}", justify="right", no_wrap=True)
-    for case, by_version in cells.items():
-        row = [by_version.get(version, {}) for version in versions]
-        if any("registers" in figures for figures in row):
-            table.add_row(case, *(" / ".join(f"{f.get(name, '-'):,}" if f else "-" for name in FIGURES) for f in row))
-    console = Console()
-    console = console if console.is_terminal else Console(width=140)
+    rows: dict[str, dict[str, str]] = {}
+    for name, figures in by_case(measures).items():
+        case, _, version = name.rpartition(", triton ")
+        if "registers" in figures:
+            values = [figures[metric].value for metric in FIGURES if metric in figures]
+            rows.setdefault(case, {})[version] = " / ".join(map(shown, values))
+    versions = list(dict.fromkeys(version for cells in rows.values() for version in cells))
+    table = new_table("registers / spilled bytes / shared bytes", ("case",), [f"triton {each}" for each in versions])
+    for case, cells in rows.items():
+        table.add_row(case, *(cells.get(version, "-") for version in versions))
     console.print(table)
-    for each in failed:
-        target = f"expected {each['target']}" if each.get("target") is not None else "gate"
-        console.print(f"triton {each['triton']}: {each['case']}: {each['metric']} {each['value']}, {target}")
-    console.print(f"{len(failed)} of {sum('ok' in each for each in measures)} gates do not hold")
+    console.print(gates_in_words(measures))

@@ -6,11 +6,10 @@ Theirs were read from their compiled code once (vLLM 0.33, SGLang 0.5.23); only 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.aot_report import Result
+from benchmarks.record import new_table
 
 CHIP = "sm_90"
 
@@ -41,7 +40,7 @@ PEERS = (
 )
 
 
-def print_peers(console: Console, results: Sequence[Result]) -> None:
+def show_peers(console: Console, results: Sequence[Result]) -> None:
     """A line for each public kernel whose counterpart was compiled for sm_90; nothing without one."""
     ours = {
         (result.case.kernel, result.case.name): result for result in results if result.chip == CHIP and not result.error
@@ -49,14 +48,8 @@ def print_peers(console: Console, results: Sequence[Result]) -> None:
     rows = [(peer, ours[peer.ours].figures) for peer in PEERS if peer.ours in ours]
     if not rows:
         return
-    table = Table(
-        title=f"beside public Triton kernels, {CHIP}: theirs / ours", title_justify="left", title_style="bold"
-    )
-    table.box, table.padding = box.SIMPLE_HEAD, (0, 1, 0, 0)
-    table.add_column("theirs")
-    table.add_column("ours", no_wrap=True)
-    for column in ("regs", "spill", "load B", "store B"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=9)
+    title = f"beside public Triton kernels, {CHIP}: theirs / ours"
+    table = new_table(title, ("theirs", "ours"), ("regs", "spill", "load B", "store B"))
     for peer, figures in rows:
         pairs = (
             (peer.registers, figures.registers),

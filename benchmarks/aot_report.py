@@ -1,38 +1,30 @@
 """The gates of the ahead-of-time check, its table and its JSON lines."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.aot_cases import Case
 from benchmarks.aot_compile import SHARED_BYTES, Figures
+from benchmarks.record import Measure
+from benchmarks.tables import case_table, figure_table
 
 ROW_ACCESS_BYTES = 16
 NO_FIGURES = Figures(0, 0, 0, {}, {}, "")
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """One figure of one case; `target` is the bound it is held to, None where it is only reported."""
-
-    case: str
-    metric: str
-    value: int | str
-    unit: str
-    target: int | str | None = None
-    ok: bool | None = None
-
-    def to_json(self) -> str:
-        """One line; `target` and `ok` only where there is a gate."""
-        fields = {"bench": "aot", "case": self.case, "metric": self.metric, "value": self.value, "unit": self.unit}
-        if self.ok is not None:
-            fields |= {"target": self.target, "ok": self.ok}
-        return json.dumps(fields)
+COLUMNS = {
+    "registers": "regs",
+    "spill_bytes": "spill",
+    "shared_bytes": "shared",
+    "widest_access": "widest",
+    "narrowest_access": "narrowest",
+    "narrowest_row_access": "of rows",
+    "narrow_stores": "narrow stores",
+    "matrix_instruction": "matrix",
+    "compile_errors": "errors",
+    "error": "error",
+}
+"""Metrics -> headings of their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,8 @@ def measure(result: Result) -> list[Measure]:
     """Every figure of a result, with a verdict where there is a gate."""
     name, figures = result.name, result.figures
     if result.error:
-        return [Measure(name, "compile_errors", 1, "", target=0, ok=False)]
+        errors = Measure(name, "compile_errors", 1, "", 0, False)
+        return [errors, Measure(name, "error", result.error[:500])]
     case, most_spilt = result.case, result.case.max_spill_bytes
     limit, accesses = SHARED_BYTES[result.chip], [*figures.loads, *figures.stores]
     measures = [
@@ -92,53 +85,21 @@ def _histogram(counts: Mapping[int, int]) -> str:
     return ", ".join(f"{count} x {width} B" for width, count in sorted(counts.items())) or "none"
 
 
-def failures(measures: Sequence[Measure]) -> Iterator[str]:
-    """What missed its gate, in words."""
-    for each in measures:
-        if each.ok is False:
-            yield f"{each.metric} {each.value} {each.unit}".rstrip() + f" (gate {each.target})"
-
-
-def print_tables(console: Console, results: Sequence[Result], variants: Sequence[Measure]) -> None:
-    """A table for each kernel with a line for each case and chip, then the variants and whatever missed its gate."""
-    for kernel in dict.fromkeys(result.case.kernel for result in results):
-        _print_table(console, kernel, [result for result in results if result.case.kernel == kernel])
+def show_kernels(console: Console, measures: Sequence[Measure]) -> None:
+    """A table for each kernel with a line for each case and chip, then the variants."""
+    compiled = sorted((each for each in measures if each.metric in COLUMNS), key=lambda each: each.case)
+    for kernel in dict.fromkeys(each.case.partition(" ")[0] for each in compiled):
+        of_kernel = [each for each in compiled if each.case.partition(" ")[0] == kernel]
+        left = ("narrow_stores", "matrix_instruction", "error")
+        console.print(case_table(kernel, of_kernel, COLUMNS, left=left, targets=False))
     console.print("Bytes; widest and narrowest: one lane's access to global memory; of rows: index loads left out.\n")
-    for each in variants:
-        variants_made = "1 variant" if each.value == 1 else f"{each.value} variants"
-        console.print(f"{each.case}: {variants_made} over strides and sizes", style=_style(each.ok))
-    for result in results:
-        for what in failures(measure(result)):
-            console.print(f"{result.name}: {what} {result.error}", style="red", markup=False)
-    gates = [each for result in results for each in measure(result) if each.ok is not None] + list(variants)
-    missed = sum(each.ok is False for each in gates)
-    console.print(f"{len(results)} programs, {len(gates)} gates: {f'{missed} missed' if missed else 'all hold'}\n")
+    if others := [each for each in measures if each.metric not in COLUMNS]:
+        console.print(figure_table("Variants over strides and sizes", others))
+    console.print(f"{len({each.case for each in compiled})} programs, {gates_in_words(measures)}\n")
 
 
-def _print_table(console: Console, kernel: str, results: Sequence[Result]) -> None:
-    table = Table(title=kernel, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("case", "chip"):
-        table.add_column(column, no_wrap=True)
-    for column in ("regs", "spill", "shared", "widest", "narrowest", "of rows"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("matrix", "verdict"):
-        table.add_column(column, no_wrap=True)
-    metrics = ("registers", "spill_bytes", "shared_bytes", "widest_access", "narrowest_access", "narrowest_row_access")
-    previous = ""
-    for result in results:
-        measures = measure(result)
-        values = {each.metric: str(each.value) for each in measures}
-        ok = not any(failures(measures))
-        table.add_row(
-            "" if result.case.name == previous else result.case.name,
-            result.chip,
-            *(values.get(metric, "") for metric in metrics),
-            values.get("matrix_instruction", ""),
-            Text("ok" if ok else "FAILED", style=_style(ok)),
-        )
-        previous = result.case.name
-    console.print(table)
-
-
-def _style(ok: bool | None) -> str:
-    return "red" if ok is False else "green"
+def gates_in_words(measures: Iterable[Measure]) -> str:
+    """ "12 gates: all hold", "12 gates: 1 missed"."""
+    gates = [each.ok for each in measures if each.ok is not None]
+    missed = gates.count(False)
+    return f"{len(gates)} gates: {f'{missed} missed' if missed else 'all hold'}"

@@ -5,16 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks import __main__ as command
 from benchmarks import aot
 from benchmarks.aot_cases import Case
 from benchmarks.aot_compile import CHIPS, Figures, read_amdgcn, read_ptx
+from benchmarks.aot_peers import show_peers
 from benchmarks.aot_registry import CASES
-from benchmarks.aot_report import Measure, Result, measure
+from benchmarks.aot_report import Result, measure, show_kernels
 from kvstore_kernels.casts import CAST_CANDIDATES
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +36,8 @@ def run_compiling(*arguments):
 def report():
     done = run_compiling("-m", "benchmarks", "aot", "--quick", "--json", "--jobs", "2")
     assert done.returncode in (0, 1), done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return [line for line in lines if line["case"] != "machine"], done.returncode
 
 
 def test_every_gate_holds(report):
@@ -199,8 +204,9 @@ def test_a_case_that_does_not_compile_is_rejected(monkeypatch):
     monkeypatch.setattr(aot, "CASES", (Case("mla_decode", "wide", refuse),))
     figures, error = aot.compile_case(0, "sm_90")
     assert error == "ValueError: view: does not fit"
-    (line,) = measure(Result(aot.CASES[0], "sm_90", figures, error))
-    assert (line.metric, line.ok) == ("compile_errors", False)
+    line, what = measure(Result(aot.CASES[0], "sm_90", figures, error))
+    assert (line.metric, line.value, line.target, line.ok) == ("compile_errors", 1, 0, False)
+    assert (what.metric, what.value) == ("error", error)
 
 
 def test_accesses_in_ptx():
@@ -258,18 +264,27 @@ def test_accesses_in_amd_assembly():
     assert figures == Figures(129, 12, 512, {16: 2, 8: 1, 2: 1, 4: 1}, {16: 1, 2: 1}, "v_mfma_f32_16x16x16_bf16")
 
 
-def test_a_line_without_a_gate_has_no_verdict():
-    assert json.loads(Measure("case", "registers", 18, "").to_json()) == {
-        "bench": "aot",
-        "case": "case",
-        "metric": "registers",
-        "value": 18,
-        "unit": "",
-    }
+def test_the_tables_have_a_line_for_each_program_and_name_what_misses_its_gate():
+    good = Result(Case("write", "kv 8x128 x 16", None, {8: 1}), "sm_90", GOOD)
+    wide = Result(Case("merge", "64 parts of 128", None), "gfx942", replace(GOOD, spill_bytes=4))
+    broken = Result(Case("merge", "wide", None), "sm_90", error="ValueError: view: does not fit [1]")
+    text = StringIO()
+    console = Console(file=text, width=150)
+    show_kernels(console, [each for result in (good, wide, broken) for each in measure(result)])
+    show_peers(console, [good, wide, broken])
+    shown = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    for line in (
+        "write kv 8x128 x 16 on sm_90 20 0 0 16 8 16 ok",
+        "merge 64 parts of 128 on gfx942 20 4 0 16 8 missed",
+        "merge wide on sm_90 1 ValueError: view: does not fit [1] missed",
+        "3 programs, 6 gates: 2 missed",
+        "vLLM reshape_and_cache_flash, 8 x 128 write kv 8x128 x 16 14 / 20 0 / 0 4 / 16 4 / 16",
+    ):
+        assert line in shown
 
 
 def test_it_refuses_to_run_interpreted(capsys):
-    assert aot.main(["--kernels", "write"]) == 2
+    assert command.main(["aot", "--kernels", "write"]) == 2
     assert "aot: expected a process without TRITON_INTERPRET" in capsys.readouterr().err
 
 
@@ -278,7 +293,7 @@ def test_it_refuses_to_run_interpreted(capsys):
     [
         (["--kernels", "write,scatter"], "expected names out of write, gather"),
         (["--targets", "sm_75"], "expected names out of sm_80, sm_90, sm_100, gfx942, gfx950, got 'sm_75'"),
-        (["--jobs", "0"], "--jobs: expected at least 1, got 0"),
+        (["--jobs", "0"], "--jobs: expected a whole number of at least 1, got '0'"),
     ],
 )
 def test_unknown_names_list_the_known_ones(arguments, message, capsys):
