@@ -3,23 +3,21 @@
 Takes at most four minutes on one GPU. `--dry-run` lists what it would do, and needs none.
 """
 
-import argparse
-import json
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import triton
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.gpu_checks import Check, checks
 from benchmarks.gpu_timings import LATENT, Timing, time_on_device, timings
-from benchmarks.gpu_world import World, different
+from benchmarks.gpu_world import FORMATS, World, different
+from benchmarks.options import new_parser
+from benchmarks.record import Measure, Run, UsageError
+from benchmarks.tables import case_table, figure_table
 from kvstore_kernels import PageView, gather_rows, kv_format, mla_decode, warm_up, write_rows
 from kvstore_kernels.casts import CAST_CANDIDATES, HARDWARE_CASTS, check_hardware_cast
 from kvstore_kernels.launch import Target
@@ -27,94 +25,67 @@ from kvstore_kernels.launch import Target
 ROW_LENS, ROWS_PER_BLOCK, HEADS = (700, 1, 0, 129, 64), (64, 16), (16, 128)
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """One figure; `target` is the bound it is held to, None where it is only reported."""
-
-    case: str
-    metric: str
-    value: float | str
-    unit: str
-    target: float | None = None
-    ok: bool | None = None
-
-    def to_json(self) -> str:
-        """One line; `target` and `ok` only where there is a bound."""
-        gate = {} if self.ok is None else {"target": self.target, "ok": self.ok}
-        fields = {"bench": "gpu", "case": self.case, "metric": self.metric, "value": self.value, "unit": self.unit}
-        return json.dumps({**fields, **gate})
+QUICK_ROW_LENS, QUICK_ROWS_PER_BLOCK, QUICK_HEADS = (17, 0, 16), (16,), (16,)
+CHECKED = ("difference", "wrong")
+COLUMNS = {
+    "gpu_time": "GPU us",
+    "gpu_median": "median",
+    "gpu_spread": "+- %",
+    "bandwidth": "GB/s",
+    "of_copy": "of a copy",
+    "time_from_python": "from Python us",
+}
+"""Metrics -> headings of their columns."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 when everything holds, 1 when something does not, 2 when it cannot run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", allow_abbrev=False)
-    parser.add_argument("--dry-run", action="store_true", help="list the checks and timings, and stop")
-    parser.add_argument("--json", action="store_true", help="print one object per line instead of tables")
+    """Returns 0 when everything holds, 1 when something does not, 2 when it cannot run, 130 after Ctrl-C."""
+    parser = new_parser("gpu", __doc__, "one block size, few rows and heads; every timing")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be checked and timed, and stop")
     options = parser.parse_args(arguments)
-    planned = [*checks(ROW_LENS, ROWS_PER_BLOCK, HEADS), *other_checks()]
+    worlds = (QUICK_ROW_LENS, QUICK_ROWS_PER_BLOCK, QUICK_HEADS) if options.quick else (ROW_LENS, ROWS_PER_BLOCK, HEADS)
+    planned = [*checks(*worlds), *other_checks()]
     if options.dry_run:
         show_plan(planned, list(timings()))
         return 0
     if not torch.cuda.is_available():
-        print("gpu: expected a GPU that torch can use, got none; --dry-run lists what would be done", file=sys.stderr)
-        return 2
+        raise UsageError("expected a GPU that torch can use, got none; --dry-run says what would be done")
     device = torch.device("cuda", torch.cuda.current_device())
-    measures = [Measure("device", name, value, "") for name, value in facts(device).items()]
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("checking", total=len(planned))
-        for check in planned:
-            measures.append(run_check(check, device))
-            progress.advance(bar)
-        can_cast = triton.runtime.driver.active.get_current_target().arch in CAST_CANDIDATES
-        wanted = [timing for timing in timings() if can_cast or not timing.by_cast]
-        bar = progress.add_task("timing", total=len(wanted))
-        for timing in wanted:
-            measures += run_timing(timing, device)
-            progress.advance(bar)
-    if options.json:
-        print(*(each.to_json() for each in measures), sep="\n")
-    else:
-        show(measures)
-    return 1 if any(each.ok is False for each in measures) else 0
-
-
-def facts(device: torch.device) -> dict[str, str]:
-    """What the figures belong to."""
-    driver = torch.cuda.get_device_properties(device)
-    return {
-        "name": torch.cuda.get_device_name(device),
-        "arch": f"sm_{driver.major}{driver.minor}" if torch.version.hip is None else driver.gcnArchName,
-        "torch": str(torch.__version__),
-        "triton": str(triton.__version__),
-        "cuda": str(torch.version.cuda or torch.version.hip),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    can_cast = triton.runtime.driver.active.get_current_target().arch in CAST_CANDIDATES
+    wanted = [timing for timing in timings() if can_cast or not timing.by_cast]
+    with Run("gpu", options) as run:
+        run.measure(
+            [
+                *((check.name, partial(measure_check, check, device)) for check in planned),
+                *((timing.name, partial(measure_timing, timing, device)) for timing in wanted),
+            ]
+        )
+    return run.finish(show)
 
 
 def run_check(check: Check, device: torch.device) -> Measure:
-    """A check as a measure; an exception is one that failed, so that the others still run."""
-    try:
-        value = check.run(device)
-    except Exception as error:
-        return Measure(check.name, "error", f"{type(error).__name__}: {error}"[:300], "", check.limit, False)
+    """What a check finds, against its bound."""
+    value = check.run(device)
     unit = "B differ" if check.limit == 0 else "of the budget"
     return Measure(check.name, "difference", round(value, 4), unit, check.limit, value <= check.limit)
 
 
-def run_timing(timing: Timing, device: torch.device) -> list[Measure]:
+def measure_check(check: Check, device: torch.device) -> Iterator[Measure]:
+    """`run_check` as a part."""
+    yield run_check(check, device)
+
+
+def measure_timing(timing: Timing, device: torch.device) -> Iterator[Measure]:
     """GPU time against its gate, time from Python, and what a copy of the same bytes takes."""
-    try:
-        timed = time_on_device(timing, device)
-    except Exception as error:
-        return [Measure(timing.name, "error", f"{type(error).__name__}: {error}"[:300], "", None, False)]
+    timed = time_on_device(timing, device)
     torch.cuda.empty_cache()
     gb_per_s = timing.num_bytes / timed.gpu_us / 1000
-    return [
-        Measure(timing.name, "gpu_time", round(timed.gpu_us, 2), "us", timing.gate_us, timed.gpu_us <= timing.gate_us),
-        Measure(timing.name, "bandwidth", round(gb_per_s, 1), "GB/s"),
-        Measure(timing.name, "of_copy", round(timed.copy_us / timed.gpu_us, 3), "x"),
-        Measure(timing.name, "time_from_python", round(timed.wall_us, 2), "us"),
-    ]
+    yield Measure(timing.name, "gpu_time", round(timed.gpu_us, 2), "us", timing.gate_us, timed.gpu_us <= timing.gate_us)
+    yield Measure(timing.name, "gpu_median", round(1e6 * timed.gpu.median, 2), "us")
+    yield Measure(timing.name, "gpu_spread", round(100 * timed.gpu.spread, 1), "%")
+    yield Measure(timing.name, "bandwidth", round(gb_per_s, 1), "GB/s")
+    yield Measure(timing.name, "of_copy", round(timed.of_copy, 3), "x")
+    yield Measure(timing.name, "time_from_python", round(timed.wall_us, 2), "us")
 
 
 def other_checks() -> list[Check]:
@@ -183,35 +154,21 @@ def check_graph(device: torch.device) -> float:
 
 
 def show_plan(planned: Sequence[Check], timed: Sequence[Timing]) -> None:
-    """What would be checked and timed."""
-    print(f"{len(planned)} checks against the reference:")
-    for check in planned:
-        print(f"  {check.name}" + (" (bit for bit)" if check.limit == 0 else " (error budget)"))
+    """How many checks of each op there are, and what would be timed."""
+    ops = Counter((re.split(r", \d|: ", check.name)[0], check.limit) for check in planned)
+    print(f"{len(planned)} checks against the reference, of these formats: {', '.join(FORMATS)}")
+    for (op, limit), number in ops.items():
+        print(f"  {number:3} x {op}" + (" (bit for bit)" if limit == 0 else " (error budget)"))
     print(f"{len(timed)} timings, each beside a copy of the same bytes (gates for an H200):")
     for timing in timed:
         print(f"  {timing.name}: {timing.num_bytes / 1e6:,.1f} MB, gate {timing.gate_us:g} us")
 
 
-def show(measures: Sequence[Measure]) -> None:
-    """The device, the checks that failed, and a line for each timing."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
-    console.print(", ".join(f"{each.value}" for each in measures if each.case == "device"), highlight=False)
-    checked = [each for each in measures if each.metric in ("difference", "error") and each.target is not None]
-    failed = [each for each in measures if each.ok is False]
-    console.print(f"{sum(each.ok is True for each in checked)} of {len(checked)} checks hold", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("timing", no_wrap=True)
-    for column in ("GPU us", "gate", "GB/s", "of a copy", "from Python us"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for case in dict.fromkeys(each.case for each in measures if each.metric == "gpu_time"):
-        figures = {each.metric: each for each in measures if each.case == case}
-        gpu = figures["gpu_time"]
-        style = "green" if gpu.ok else "red"
-        values = [figures[metric].value for metric in ("bandwidth", "of_copy", "time_from_python")]
-        table.add_row(case, f"[{style}]{gpu.value}[/]", f"{gpu.target:g}", *map(str, values))
-    console.print(table)
-    for each in failed:
-        console.print(
-            f"{each.case}: {each.metric} {each.value} {each.unit} (bound {each.target})", style="red", markup=False
-        )
+def show(console: Console, measures: Sequence[Measure]) -> None:
+    """How many checks hold, those that do not, and a line for each timing."""
+    checked = [each for each in measures if each.metric in CHECKED]
+    failed = [each for each in checked if not each.ok]
+    console.print(f"{len(checked) - len(failed)} of {len(checked)} checks hold\n", highlight=False)
+    if failed:
+        console.print(figure_table("Checks that do not", failed))
+    console.print(case_table("Timings: least of the rounds", measures, COLUMNS, case="timing"))

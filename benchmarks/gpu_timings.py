@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import triton
 
+from benchmarks.timing import Times
 from kvstore_kernels import (
     PageView,
     RowFormat,
@@ -45,11 +46,21 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Least GPU time of a call in a graph, of a call from Python, and of a copy of the same bytes."""
+    """GPU times of a call and of a copy of the same bytes, each in a graph, and the time of a call from Python."""
 
-    gpu_us: float
+    gpu: Times
+    copy: Times
     wall_us: float
-    copy_us: float
+
+    @property
+    def gpu_us(self) -> float:
+        """The least."""
+        return 1e6 * min(self.gpu.samples)
+
+    @property
+    def of_copy(self) -> float:
+        """The least time of a copy / that of the call."""
+        return min(self.copy.samples) / min(self.gpu.samples)
 
 
 def pool(row_format: RowFormat, num_rows: int, device: torch.device) -> tuple[PageView, torch.Tensor, torch.Tensor]:
@@ -142,7 +153,7 @@ def time_on_device(timing: Timing, device: torch.device) -> Timed:
     call = timing.make(device)
     half = torch.empty(timing.num_bytes // 2, dtype=torch.uint8, device=device)
     other = torch.zeros_like(half)
-    gpu_us, copy_us = (_graph_us(each) for each in (call, partial(half.copy_, other)))
+    gpu, copy = (_graph_times(each) for each in (call, partial(half.copy_, other)))
     torch.cuda.synchronize(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -150,11 +161,11 @@ def time_on_device(timing: Timing, device: torch.device) -> Timed:
         call()
     end.record()
     torch.cuda.synchronize(device)
-    return Timed(gpu_us, begin.elapsed_time(end) * 1000 / 200, copy_us)
+    return Timed(gpu, copy, begin.elapsed_time(end) * 1000 / 200)
 
 
-def _graph_us(call: Callable[[], object]) -> float:
-    """The least GPU time of a call, in a graph of CALLS_PER_GRAPH replayed ROUNDS times."""
+def _graph_times(call: Callable[[], object]) -> Times:
+    """GPU time of a call, in a graph of CALLS_PER_GRAPH replayed ROUNDS times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -164,12 +175,12 @@ def _graph_us(call: Callable[[], object]) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CALLS_PER_GRAPH):
             call()
-    least = float("inf")
+    samples = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        least = min(least, begin.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
-    return least
+        samples.append(begin.elapsed_time(end) / 1000 / CALLS_PER_GRAPH)
+    return Times(tuple(samples), "graph")

@@ -3,13 +3,17 @@
 That they hold under the interpreter is `test_matrix.py`.
 """
 
-import json
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
+from benchmarks import __main__ as command
 from benchmarks import gpu, gpu_checks
-from benchmarks.gpu_timings import timings
+from benchmarks.gpu_timings import Timed, Timing, timings
+from benchmarks.record import Measure, failure
+from benchmarks.timing import Times
 
 CPU = torch.device("cpu")
 
@@ -35,27 +39,48 @@ def test_a_wrong_result_is_told(monkeypatch):
     assert gpu.run_check(checks["mla_decode, 3 heads, 1 queries, 1 splits"], CPU).ok is False
 
 
-def test_an_exception_is_a_failed_check():
-    def run(device):
-        raise ValueError("view: expected something else")
+def test_a_timing_has_its_gate_and_what_a_copy_takes(monkeypatch):
+    timed = Timed(Times((30e-6, 20e-6, 40e-6)), Times((18e-6, 15e-6)), 25.0)
+    monkeypatch.setattr(gpu, "time_on_device", lambda timing, device: timed)
+    for gate, is_met in ((20.0, True), (19.9, False)):
+        figures = {each.metric: each for each in gpu.measure_timing(Timing("move", 10**6, gate, None), CPU)}
+        values = {metric: each.value for metric, each in figures.items()}
+        assert values == {
+            "gpu_time": 20.0,
+            "gpu_median": 30.0,
+            "gpu_spread": 33.3,
+            "bandwidth": 50.0,
+            "of_copy": 0.75,
+            "time_from_python": 25.0,
+        }
+        assert [(each.metric, each.ok) for each in figures.values() if each.ok is not None] == [("gpu_time", is_met)]
 
-    measure = gpu.run_check(gpu_checks.Check("broken", run), CPU)
-    assert (measure.metric, measure.ok) == ("error", False)
-    assert measure.value == "ValueError: view: expected something else"
-    assert json.loads(measure.to_json()) == {
-        "bench": "gpu",
-        "case": "broken",
-        "metric": "error",
-        "value": "ValueError: view: expected something else",
-        "unit": "",
-        "target": 0.0,
-        "ok": False,
-    }
+
+def test_the_tables_count_the_checks_and_name_those_that_do_not_hold(monkeypatch):
+    timed = Timed(Times((30e-6,)), Times((15e-6,)), 25.0)
+    monkeypatch.setattr(gpu, "time_on_device", lambda timing, device: timed)
+    text = StringIO()
+    measures = [
+        Measure("write_rows", "difference", 0.0, "B differ", 0.0, True),
+        Measure("gather_rows", "difference", 3.0, "B differ", 0.0, False),
+        failure("mla_decode", ValueError("q: expected [4, 16]")),
+        *gpu.measure_timing(Timing("move", 10**6, 20.0, None), CPU),
+    ]
+    gpu.show(Console(file=text, width=150), measures)
+    shown = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    for line in (
+        "1 of 3 checks hold",
+        "gather_rows difference 3 B differ 0 missed",
+        "mla_decode wrong ValueError: q: expected [4, 16] a right result missed",
+        "move 30 30 0 33.3 0.5 25 20 missed",
+    ):
+        assert line in shown
 
 
-def test_dry_run_lists_every_op_and_format(capsys):
+def test_dry_run_says_how_many_checks_of_every_op_and_which_formats(capsys):
     assert gpu.main(["--dry-run"]) == 0
     listed = capsys.readouterr().out
+    assert len(listed.splitlines()) < 40
     for op in (
         *("write_rows", "write_layers", "gather_rows", "read_rows", "mla_decode", "sparse_mla_decode", "gqa_decode"),
         *("indexer_scores", "copy, pack, fill, unpack", "compute_slot_mapping", "merge_partials", "captured graph"),
@@ -63,7 +88,7 @@ def test_dry_run_lists_every_op_and_format(capsys):
     ):
         assert op in listed
     for name in gpu_checks.FORMATS:
-        assert f": {name}, blocks of 64" in listed
+        assert f" {name}" in listed.partition("\n")[0]
     assert "write bf16 1,152, 65,536 rows: 151.5 MB, gate 44 us" in listed
     assert "mla_decode bf16, 16 heads, 64 x 8,192: 604.0 MB, gate 195 us" in listed
 
@@ -75,5 +100,5 @@ def test_timings_have_names_of_their_own():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    assert gpu.main([]) == 2
+    assert command.main(["gpu"]) == 2
     assert "gpu: expected a GPU that torch can use, got none; --dry-run" in capsys.readouterr().err
