@@ -6,27 +6,27 @@ written, read and compared.
 """
 
 import argparse
-import json
 import os
 import random
-import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from benchmarks.options import count, new_parser
+from benchmarks.record import Measure, Run, failure
+from benchmarks.tables import figure_table
 from tests.store_parts import Choices
 from tests.store_setups import SETUPS
 from tests.store_world import RULES, World
 
+OPERATIONS, QUICK_OPERATIONS = 1_000_000, 20_000
 WORLD_OPERATIONS = 4_000
 CHECK_EVERY = 400
 LOOK_EVERY = 20  # operations between two looks at partly used frames
@@ -50,37 +50,38 @@ class Report:
     """Per part of the run: bytes of free places in frames of groups, as shares of the arena."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the soak. Returns: 0, or 1 when the store and the model differ."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__)
-    parser.add_argument("--operations", type=int, default=1_000_000, help="calls to make (default 1,000,000)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is random (default 0)")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parser.parse_args(argv)
+def main(arguments: Sequence[str]) -> int:
+    """Runs the soak. Returns: 0, 1 when the store and the model differ, 2 for a caller's mistake, 130 after Ctrl-C."""
+    options = _parse(arguments)
     torch.set_num_threads(1)
     report, start = Report(), time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    error = None
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("soak", total=options.operations)
+    with Run("soak", options) as run:
+        try:
+            _live_all(
+                run, report, options.operations or (QUICK_OPERATIONS if options.quick else OPERATIONS), options.seed
+            )
+        finally:
+            run.add(figures(report, time.perf_counter() - start))
+    return run.finish(show)
+
+
+def _live_all(run: Run, report: Report, num_operations: int, seed: int) -> None:
+    """Worlds one after the other, until one fails."""
+    with run.progress(num_operations) as advance:
         report.memory_mib.append(_resident_mib())
-        for number, done in enumerate(range(0, options.operations, WORLD_OPERATIONS)):
-            count = min(WORLD_OPERATIONS, options.operations - done)
-            name, world = make_world(number, options.seed)
+        for number, done in enumerate(range(0, num_operations, WORLD_OPERATIONS)):
+            operations = min(WORLD_OPERATIONS, num_operations - done)
+            name, world = make_world(number, seed)
             try:
-                live(world, count, random.Random(f"{options.seed} {number}"), report, done / options.operations)
-            except Exception as problem:
-                error = problem
-                print(f"soak: world {number} of seed {options.seed} ({name}) fails", file=sys.stderr)
-                break
+                live(world, operations, random.Random(f"{seed} {number}"), report, done / num_operations)
+            except Exception as error:
+                traceback.print_exc()
+                run.add([failure(f"world {number} of seed {seed} ({name})", error)])
+                return
             report.worlds["with pages" if world.has_pages else "books only"] += 1
-            progress.update(task, advance=count, description=name[:28].ljust(28))
-            if (done + count) * NUM_PARTS // options.operations >= len(report.memory_mib):
+            advance(name, operations)
+            if (done + operations) * NUM_PARTS // num_operations >= len(report.memory_mib):
                 report.memory_mib.append(_resident_mib())
-    (print_json if options.json else print_tables)(report, time.perf_counter() - start)
-    if error is not None:
-        raise error
-    return 0
 
 
 def make_world(number: int, seed: int) -> tuple[str, World]:
@@ -111,50 +112,41 @@ def live(world: World, num_operations: int, rng: random.Random, report: Report, 
     report.hits += world.num_hits
 
 
-def print_tables(report: Report, seconds: float) -> None:
-    """Counts by operation, then what the run cost and lost."""
-    console = Console()
-    total = report.operations.total()
-    table = Table(title=f"{total:,} operations in {seconds:.0f} s ({seconds / max(total, 1) * 1e3:.2f} ms each)")
-    table.add_column("operation")
-    table.add_column("times", justify="right")
-    for name, count in sorted(report.operations.items()):
-        table.add_row(name, f"{count:,}")
-    console.print(table)
-    first, last = report.memory_mib[min(1, len(report.memory_mib) - 1)], report.memory_mib[-1]
-    console.print(
-        f"{report.checks:,} checks hold; {report.hits:,} hits, {report.evicted:,} blocks evicted; calls refused: "
-        + (", ".join(f"{name} {count:,}" for name, count in sorted(report.failures.items())) or "none")
-        + f"; worlds: {', '.join(f'{count:,} {name}' for name, count in sorted(report.worlds.items()))}"
-    )
-    console.print(
-        f"resident memory: {first:.0f} MiB after the first tenth, {last:.0f} MiB at the end ({last - first:+.1f})"
-    )
-    table = Table(title="free places in frames that a group has, share of the arena (layout frames)")
-    for column in ("tenth", "least", "mean", "most"):
-        table.add_column(column, justify="right")
-    for number, shares in enumerate(report.partly_used, 1):
-        if shares:
-            table.add_row(
-                str(number), *(f"{share:.1%}" for share in (min(shares), float(np.mean(shares)), max(shares)))
-            )
-    console.print(table)
+def figures(report: Report, seconds: float) -> Iterator[Measure]:
+    """What the run has done, lost and cost."""
 
+    def figure(metric: str, value: int | float, unit: str) -> Measure:
+        return Measure("all setups", metric, value, unit)
 
-def print_json(report: Report, seconds: float) -> None:
-    """One line per figure."""
-    figures: list[tuple[str, Any, str]] = [("seconds", round(seconds, 1), "s"), ("checks", report.checks, "calls")]
-    figures += [(f"calls of {name}", count, "calls") for name, count in sorted(report.operations.items())]
-    figures += [(f"refused: {name}", count, "calls") for name, count in sorted(report.failures.items())]
-    figures += [("hits", report.hits, "sequences"), ("evicted", report.evicted, "blocks")]
-    figures += [(f"resident after part {part}", round(size, 1), "MiB") for part, size in enumerate(report.memory_mib)]
+    yield figure("seconds", round(seconds, 1), "s")
+    yield figure("checks", report.checks, "calls")
+    for name, number in sorted(report.operations.items()):
+        yield figure(f"calls of {name}", number, "calls")
+    for name, number in sorted(report.failures.items()):
+        yield figure(f"refused: {name}", number, "calls")
+    for name, number in sorted(report.worlds.items()):
+        yield figure(f"worlds {name}", number, "worlds")
+    yield figure("hits", report.hits, "sequences")
+    yield figure("evicted", report.evicted, "blocks")
+    for part, size in enumerate(report.memory_mib):
+        yield figure(f"resident after part {part}", round(size, 1), "MiB")
     for number, shares in enumerate(report.partly_used, 1):
         for metric, value in (("least", min), ("mean", np.mean), ("most", max)) if shares else ():
-            figures.append(
-                (f"partly used frames, tenth {number}, {metric}", round(float(value(shares)), 5), "of the arena")
-            )
-    for metric, value, unit in figures:
-        print(json.dumps({"bench": "soak", "case": "all setups", "metric": metric, "value": value, "unit": unit}))
+            share = round(float(value(shares)), 5)
+            yield figure(f"partly used frames, tenth {number}, {metric}", share, "of the arena")
+
+
+def show(console: Console, measures: Sequence[Measure]) -> None:
+    """A line for each figure."""
+    console.print(figure_table("Soak", measures))
+    console.print("Partly used frames: free places in frames that a group has (layout frames).\n")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = new_parser("soak", __doc__, f"{QUICK_OPERATIONS:,} operations")
+    parser.add_argument("--operations", type=count, metavar="N", help=f"calls to make (default {OPERATIONS:,})")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is random (default 0)")
+    return parser.parse_args(arguments)
 
 
 def _resident_mib() -> float:
@@ -162,7 +154,3 @@ def _resident_mib() -> float:
     if not statm.exists():
         return 0.0
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
