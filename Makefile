@@ -22,11 +22,7 @@ lint: $(STAMP)
 check: lint test
 
 bench: $(STAMP) $(DEMO_STAMP)
-	$(BIN)/python -m benchmarks planner
-	$(BIN)/python -m benchmarks store
-	$(BIN)/python -m benchmarks engine
-	$(BIN)/python -m benchmarks kernels
-	$(BIN)/python -m benchmarks aot
+	$(BIN)/python -m benchmarks all --json bench/bench.jsonl --plot bench
 
 # Not part of CI: a million random calls on stores of all kinds.
 soak: $(STAMP)
@@ -53,5 +49,5 @@ $(DEMO_STAMP): $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -276,5 +276,5 @@ def _check_plot(path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise UsageError("--plot: needs matplotlib: pip install 'paged-kvstore[plots]'")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"--plot: cannot write {str(path)!r}")
