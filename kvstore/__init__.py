@@ -14,7 +14,7 @@
 from kvstore.batch import Batch, GraphBuffers
 from kvstore.capacity import Capacity
 from kvstore.choose import group_layers
-from kvstore.errors import OutOfBlocks, PlanError, SequenceError
+from kvstore.errors import NeverFits, OutOfBlocks, PlanError, SequenceError
 from kvstore.events import BlocksRemoved, BlocksStored, EventsLost, PrefixesCleared
 from kvstore.export import CsrTable
 from kvstore.groups import CacheGroup
@@ -57,6 +57,7 @@ __all__ = [
     "LayerSlot",
     "LayerSpec",
     "Namespace",
+    "NeverFits",
     "NoCache",
     "Opened",
     "OutOfBlocks",

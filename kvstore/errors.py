@@ -44,6 +44,28 @@ class OutOfBlocks(RuntimeError):  # noqa: N818 - the state of the pool, not a mi
         )
 
 
+class NeverFits(OutOfBlocks):
+    """A request for blocks that the pool could not meet if it held nothing else; nothing was changed.
+
+    One sequence of the call holds and asks for more blocks than the plan has. No release and no waiting helps: an
+    engine ends the request, or steps through its prompt with fewer tokens at once where windows are what lacks room.
+
+    Attributes, beside those of OutOfBlocks: `seq_id` of the sequence; `needed`, the blocks that it holds and wants, and
+    `total`, those that the plan has, one entry per group. Where a frame is a block, the groups share the total.
+    """
+
+    def __init__(self, error: OutOfBlocks, seq_id: int, needed: Sequence[int], total: Sequence[int]) -> None:
+        super().__init__(wanted=error.wanted, free=error.free, evictable=error.evictable, fenced=error.fenced)
+        self.seq_id = seq_id
+        self.needed = tuple(needed)
+        self.total = tuple(total)
+        shared = ", which the groups share" if len(self.total) > 1 else ""
+        self.args = (
+            f"{self}; sequence {seq_id} never fits: alone it needs {list(self.needed)} blocks, and the plan has "
+            f"{list(self.total)}{shared}",
+        )
+
+
 def plan_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
     """`expect_int` for a plan, numpy integers included. Raises: PlanError for a wrong type as for a wrong range."""
     try:

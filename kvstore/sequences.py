@@ -115,8 +115,8 @@ class Handles:
         """Raises SequenceError when fewer than `count` sequences can be opened."""
         if count > self._num_free:
             raise SequenceError(
-                f"{name}: expected at most {self._num_free} more sequences, since {self.num_open} are open of at most "
-                f"{self.max_sequences} (max_sequences; release gives places back), got {count}"
+                f"{name}: expected at most {self._num_free} more sequences ({self.num_open} of max_sequences "
+                f"{self.max_sequences} are open; release gives places back), got {count}"
             )
 
     def open(self, count: int) -> Rows:

@@ -9,7 +9,8 @@ import numpy.typing as npt
 from kvstore.allocator import Ids
 from kvstore.books import UNKNOWN, Books, Roster
 from kvstore.copies import replace_blocks, shared_tails
-from kvstore.errors import SequenceError
+from kvstore.errors import OutOfBlocks, SequenceError
+from kvstore.fits import judged
 from kvstore.sequences import Counts, Flags, Rows, SequenceState, committed_tokens, int_array, ragged_arange
 from kvstore.tables import NO_ENTRIES, Entries, Numbers
 from kvstore_kernels.checks import expect_int
@@ -67,7 +68,10 @@ def extend(books: Books, seq_ids: Any, num_new_tokens: Any, pad_to: int | None =
     kinds = [NO_ENTRIES if growth is None else growth.entries]
     if len(copied.seq) or len(saved.seq):
         kinds += [copied, saved]
-    taken, new_blocks = _take(books, kinds)
+    try:
+        taken, new_blocks = _take(books, kinds)
+    except OutOfBlocks as error:
+        raise judged(error, books, roster.ids, rows, ends, kinds) from None
 
     step = Step(
         books, books.next_serial, roster.ids, rows, starts, counts, ends, roster, roster.num_extends, num_tokens,

@@ -1,6 +1,7 @@
 """KVStore: the bytes of a plan and the books of which sequence holds which block, behind one small set of calls."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class KVStore(SleepOps, SequenceOps, LayerOps):
         plan: from `plan_cache`.
         device: of the arena and of every tensor returned. None keeps the books only: tables on the CPU, no bytes.
         max_sequences: sequences open at once.
-        max_length: tokens of one sequence.
+        max_length: tokens of one sequence; more than the plan has room for give a warning.
         max_tokens_per_step: new tokens of one batch.
         max_in_flight: batches of one sequence that may be extended and not yet committed.
         zero_new: whether blocks are cleared when handed out; "auto": where layers of different dtypes share bytes,
@@ -122,6 +123,13 @@ class KVStore(SleepOps, SequenceOps, LayerOps):
         if not callable(clock):
             raise TypeError(f"clock: expected a function that returns seconds, got {clock!r}")
         self.plan, self.stored = plan, stored
+        longest = plan.max_length()
+        if longest is not None and longest < max_length:
+            warnings.warn(
+                f"max_length: {max_length} tokens are more than the plan has room for, {longest} of one sequence: a "
+                "longer one raises NeverFits",
+                stacklevel=2,
+            )
         self.device = _checked_device("cpu" if device is None else device)
         self._backend = kernels.resolve_backend(backend, self.device)
         self._books = Books(
@@ -186,7 +194,7 @@ class KVStore(SleepOps, SequenceOps, LayerOps):
 
         Raises: SequenceError for handles that are unknown, released, suspended, repeated, or have max_in_flight
             uncommitted batches; ValueError for counts, lengths over max_length or max_tokens_per_step, and a graph
-            whose last batch is not finished; OutOfBlocks.
+            whose last batch is not finished; OutOfBlocks, which is NeverFits where a sequence would not fit even alone.
         """
         self._expect_awake()
         if graph is not None:

@@ -34,7 +34,7 @@ LEVELS = {
         "placement": 3, "proof": 3, "score": 3, "choose": 3, "capacity": 3, "explain": 3,
         "plan": 4, "planner": 4, "workers": 4,
         "rules": 5, "tables": 5, "mirrors": 5, "ghosts": 5, "prompts": 5, "prefixes": 5, "books": 5,
-        "announcer": 5, "copies": 5, "steps": 5, "forks": 5, "swap": 5, "audit": 5, "stats": 5,
+        "announcer": 5, "copies": 5, "fits": 5, "steps": 5, "forks": 5, "swap": 5, "audit": 5, "stats": 5,
         "arena": 5, "staging": 5, "hostcopy": 5, "batch": 5, "export": 5, "layer_ops": 5, "sequence_ops": 5, "sleep": 5,
         "store": 6,
         "demo": 7, "integrations": 7, "plan_tables": 7, "model_list": 7, "plot": 7, "bench": 7,
@@ -143,7 +143,7 @@ def test_files_stay_short() -> None:
 PUBLIC = {
     kvstore: """Alias Batch BlocksRemoved BlocksStored CacheGroup CachePlan Capacity CsrTable EventsLost GraphBuffers
         GroupStats HitReport Item KVStore KeepTokens PrefixesCleared Stop
-        LayerSlot LayerSpec Namespace NoCache Opened OutOfBlocks Placement PlanError Retention SequenceError
+        LayerSlot LayerSpec Namespace NeverFits NoCache Opened OutOfBlocks Placement PlanError Retention SequenceError
         StoreStats __version__ bucket_layers_by_page_size bundled_models chunked_attention count_replicas
         full_attention group_layers latent plan_cache plan_distributed plan_workers pool_bytes_per_block
         promote_windows recurrent_state sliding_window specs_from_config specs_from_json""",

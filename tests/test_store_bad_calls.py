@@ -125,7 +125,7 @@ OTHERS: dict[str, tuple[Callable[[KVStore, list[int]], Any], type[Exception], st
     "forks beyond max_sequences": (
         lambda store, ids: store.fork(ids[0], 7),
         SequenceError,
-        r"num_forks: expected at most 6 more sequences, since 2 are open of at most 8 \(max_sequences; .*\), got 7",
+        r"num_forks: expected at most 6 more sequences \(2 of max_sequences 8 are open; .*\), got 7",
     ),
     "negative forks": (lambda store, ids: store.fork(ids[0], -1), ValueError, "num_forks: expected an integer >= 0"),
     "half a fork": (lambda store, ids: store.fork(ids[0], 0.5), TypeError, "num_forks: expected an integer"),

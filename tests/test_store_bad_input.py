@@ -49,7 +49,7 @@ BAD_CALLS: dict[str, tuple[Callable[[KVStore, np.ndarray], Any], type[Exception]
     "too many": (
         lambda s, i: s.open([[1]] * 7),
         SequenceError,
-        r"at most 6 more .* since 2 are open of at most 8 \(max_sequences; release gives places back\), got 7",
+        r"at most 6 more sequences \(2 of max_sequences 8 are open; release gives .*\), got 7",
     ),
     "unknown": (
         bad_extend(seq_ids=[12345]),

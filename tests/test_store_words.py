@@ -97,8 +97,8 @@ def test_a_full_store_says_how_many_are_open() -> None:
     store = make_store(max_sequences=2)
     seq_ids = store.open([[1], [2]]).seq_ids
     message = (
-        "token_arrays: expected at most 0 more sequences, since 2 are open of at most 2 "
-        "(max_sequences; release gives places back), got 1"
+        "token_arrays: expected at most 0 more sequences "
+        "(2 of max_sequences 2 are open; release gives places back), got 1"
     )
     with pytest.raises(SequenceError, match=f"^{re.escape(message)}$"):
         store.open([[3]])

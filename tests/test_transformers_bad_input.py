@@ -60,12 +60,14 @@ def test_a_store_is_needed_and_its_pages() -> None:
 
 def test_more_sequences_than_planned() -> None:
     store = store_of("llama", "buckets", max_sequences=3)
-    with pytest.raises(SequenceError, match=r"at most 3 more .* 0 are open of at most 3 \(max_sequences; .*\), got 4"):
+    with pytest.raises(SequenceError, match=r"at most 3 more sequences \(0 of max_sequences 3 are open; .*\), got 4"):
         KVStoreCache(store, torch.ones(4, 5, dtype=torch.long))
     expect_empty(store)
     with (
         KVStoreCache(store, IDS, MASK) as cache,
-        pytest.raises(SequenceError, match=r"num_forks: expected at most 0 more .* 3 are open of at most 3 .*, got 1"),
+        pytest.raises(
+            SequenceError, match=r"num_forks: expected at most 0 more sequences \(3 of max_sequences 3 .*, got 1"
+        ),
     ):
         own("llama").generate(IDS, attention_mask=MASK, max_new_tokens=4, num_beams=4, cache=cache)
     expect_empty(store)
