@@ -1,6 +1,7 @@
 """What pictures of figures share. Needs matplotlib (extra "plots"); imported only to draw."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#999999")
 """Of Okabe and Ito: apart for every kind of colour vision."""
 MARKS = "os^Dv"
-GRID = {"color": "#dddddd", "linewidth": 0.6}
+GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.6}
 
 
 def new_figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:

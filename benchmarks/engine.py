@@ -109,9 +109,9 @@ def measure(
         advance()
     num_tokens = sum(request.max_tokens for request in requests)
     ours, theirs = (Times(tuple(taken)) for taken in seconds)
-    for side, times in (("engine", ours), ("transformers", theirs)):
-        yield Measure(name, side, round(num_tokens / times.median, 3), "tokens/s")
-        yield Measure(name, f"{side}_spread", round(100 * times.spread, 1), "%")
+    for metric, times in (("engine", ours), ("transformers", theirs)):
+        yield Measure(name, metric, round(num_tokens / times.median, 3), "tokens/s")
+        yield Measure(name, f"{metric}_spread", round(100 * times.spread, 1), "%")
     ratio = theirs.median / ours.median
     ok = None if case.target is None else ratio >= case.target
     yield Measure(name, "ratio", round(ratio, 3), "x", case.target, ok)

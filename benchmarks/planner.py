@@ -297,7 +297,7 @@ def show(console: Console, measures: Sequence[Measure]) -> None:
     sequences = new_table("A sequence", ("case",), ("tokens", "allocated MiB", "rows MiB", "reference MiB", "ratio"))
     for name, figures in cases.items():
         for length in LENGTHS:
-            sizes = [figures[f"{what}_at_{length}"].value for what in ("allocated", "rows", "reference")]
+            sizes = [float(figures[f"{what}_at_{length}"].value) for what in ("allocated", "rows", "reference")]
             sequences.add_row(
                 name if length == LENGTHS[0] else "",
                 f"{length:,}",
