@@ -54,7 +54,7 @@ def case_table(
         table.add_column("", no_wrap=True)
     for name, figures in rows.items():
         gated = [figures[metric] for metric in columns if metric in figures and figures[metric].ok is not None]
-        bounds = [", ".join(dict.fromkeys(shown(each.target) for each in gated))] if is_gated and targets else []
+        bounds = [", ".join(dict.fromkeys(_target(each) for each in gated))] if is_gated and targets else []
         ending = [*bounds, verdict(gated)] if is_gated else []
         table.add_row(escape(name), *(cell(figures.get(metric)) for metric in columns), *ending)
     return table
@@ -68,8 +68,7 @@ def figure_table(title: str, measures: Iterable[Measure]) -> Table:
     table.add_column("", no_wrap=True)
     for each in measures:
         value = f"{cell(each)} {each.unit}".rstrip()
-        target = "" if each.ok is None else shown(each.target)
-        table.add_row(escape(each.case), each.metric, value, target, verdict([each]))
+        table.add_row(escape(each.case), each.metric, value, _target(each), verdict([each]))
     return table
 
 
@@ -87,3 +86,7 @@ def verdict(figures: Iterable[Measure]) -> str:
     if not gated:
         return ""
     return "[green]ok[/]" if all(each.ok for each in gated) else "[red]missed[/]"
+
+
+def _target(figure: Measure) -> str:
+    return "" if figure.target is None else escape(shown(figure.target))
