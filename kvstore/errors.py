@@ -50,8 +50,11 @@ class NeverFits(OutOfBlocks):
     One sequence of the call holds and asks for more blocks than the plan has. No release and no waiting helps: an
     engine ends the request, or steps through its prompt with fewer tokens at once where windows are what lacks room.
 
-    Attributes, beside those of OutOfBlocks: `seq_id` of the sequence; `needed`, the blocks that it holds and wants, and
-    `total`, those that the plan has, one entry per group. Where a frame is a block, the groups share the total.
+    Attributes:
+        seq_id: handle of the sequence.
+        needed: blocks of each group that it holds and asks for.
+        total: blocks of each group that the plan has; where a frame is a block, the groups share them.
+        wanted, free, evictable, fenced: as of OutOfBlocks.
     """
 
     def __init__(self, error: OutOfBlocks, seq_id: int, needed: Sequence[int], total: Sequence[int]) -> None:

@@ -123,13 +123,6 @@ class KVStore(SleepOps, SequenceOps, LayerOps):
         if not callable(clock):
             raise TypeError(f"clock: expected a function that returns seconds, got {clock!r}")
         self.plan, self.stored = plan, stored
-        longest = plan.max_length()
-        if longest is not None and longest < max_length:
-            warnings.warn(
-                f"max_length: {max_length} tokens are more than the plan has room for, {longest} of one sequence: a "
-                "longer one raises NeverFits",
-                stacklevel=2,
-            )
         self.device = _checked_device("cpu" if device is None else device)
         self._backend = kernels.resolve_backend(backend, self.device)
         self._books = Books(
@@ -152,6 +145,13 @@ class KVStore(SleepOps, SequenceOps, LayerOps):
         self._staging = Staging(self.device, capacity, BATCHES_PER_STEP * max_in_flight)
         self._mirrors = Mirrors(self._books.tables, self.device, self._staging.packed)
         self._maker = BatchMaker(self._books, self._staging)
+        longest = plan.max_length()
+        if longest is not None and longest < max_length:
+            warnings.warn(
+                f"max_length: {max_length} tokens are more than the plan has room for, {longest} of one sequence: a "
+                "longer one raises NeverFits",
+                stacklevel=2,
+            )
 
     def open(
         self,
