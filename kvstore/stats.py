@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvstore.books import Books
+from kvstore.wording import aligned, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,33 @@ class StoreStats:
     partly_used_bytes: int
     frame_bytes: int
     groups: tuple[GroupStats, ...]
+
+    def __str__(self) -> str:
+        in_frames = any(group.block_stride_bytes != self.frame_bytes for group in self.groups)
+        hits = f"{self.hit_tokens:,} of {self.asked_tokens:,} prompt tokens cached"
+        head = ["group", "in use", "cached", "fenced", "reserved", "bytes in use"]
+        rows = [
+            [
+                group.name,
+                *(f"{n:,}" for n in (group.in_use, group.cached, group.fenced, group.reserved, group.held_bytes)),
+            ]
+            for group in self.groups
+        ]
+        waste = (
+            f"; waste {100 * self.fragmentation:.1f} %: free, but only for the group that has the frame"
+            if in_frames
+            else ""
+        )
+        return "\n".join(
+            [
+                "Blocks by group and state",
+                *aligned([head, *rows]),
+                f"{self.free:,} of {self.num_blocks:,} {'frames' if in_frames else 'blocks'} free{waste}",
+                f"{self.peak_in_use:,} blocks in use at the peak, {self.evicted:,} evicted",
+                f"{counted(self.open_sequences, 'sequence')} open, {self.suspended_sequences:,} of them suspended",
+                f"{hits}, hit rate {100 * self.hit_rate:.1f} %",
+            ]
+        )
 
     @property
     def hit_rate(self) -> float:
