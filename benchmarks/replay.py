@@ -5,6 +5,7 @@ sequence is released and comes again later; what it has computed may still be ca
 """
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,15 +127,17 @@ class Replay:
     def of(cls, plan: CachePlan, requests: Sequence[Request], engine: Engine) -> "Replay":
         """A replay of requests in the order in which they arrive."""
         longest = max(each.prompt_tokens + each.output_tokens for each in requests)
-        store = KVStore(
-            plan,
-            device=None,
-            max_sequences=engine.max_running,
-            max_length=longest,
-            max_tokens_per_step=engine.tokens_per_step + engine.max_running * engine.tokens_per_decode,
-            max_in_flight=1,
-            stored=engine.stored,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="max_length")  # what does not fit alone is counted as refused
+            store = KVStore(
+                plan,
+                device=None,
+                max_sequences=engine.max_running,
+                max_length=longest,
+                max_tokens_per_step=engine.tokens_per_step + engine.max_running * engine.tokens_per_decode,
+                max_in_flight=1,
+                stored=engine.stored,
+            )
         waiting = deque(Served(number, each, each.tokens(str(number))) for number, each in enumerate(requests))
         sizes = [group.block_size for group in plan.groups if group.retention.kind == "state"]
         return cls(plan, engine, store, waiting, chunk_unit=math.lcm(*sizes))
