@@ -95,7 +95,7 @@ def block_waste(plan: CachePlan, group: CacheGroup) -> tuple[int, int]:
     """Bytes of a group's block that are padding, and those that only other groups use. With the rows: its stride."""
     stride = plan.block_strides[plan.groups.index(group)]
     padding = group.block_bytes - group.payload_bytes
-    if plan.layout in ("buckets", "bestfit"):  # one page of each slot tensor, where a page may be smaller than the slot's
+    if plan.layout in ("buckets", "bestfit"):  # a page of each slot tensor, or a smaller one
         for layer in group.layers:
             placement = plan.placements[layer]
             padding += placement.block_stride_bytes - group.layers[layer].page_bytes
