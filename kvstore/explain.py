@@ -134,6 +134,11 @@ def regrouped(plan: Plan) -> tuple[list[Column], list[str]]:
     return columns, problems
 
 
+def worth_comparing(columns: Sequence[Column], problems: Sequence[str]) -> bool:
+    """Whether groupings differ in anything, or one of them cannot be."""
+    return bool(problems) or len({(e.num_groups, e.frame_bytes, e.bytes_per_sequence) for _, e in columns}) > 1
+
+
 def bounds(groups: Sequence[CacheGroup]) -> list[tuple[str, int]]:
     """(name, bytes per block) of the lower bound and of every rule by which a block is a frame."""
     widest = max(groups, key=lambda group: group.block_bytes)
@@ -304,6 +309,8 @@ def _layouts_compared(plan: Plan) -> list[str]:
 
 def _groupings_compared(plan: Plan) -> list[str]:
     columns, problems = regrouped(plan)
+    if not worth_comparing(columns, problems):
+        return []
     return [
         "Groupings compared: the plan's layers in the layout overlay, bytes of one sequence, over its own pages",
         *aligned(compared(plan, columns, _exact)[:-1]),

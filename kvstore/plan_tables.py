@@ -1,5 +1,6 @@
 """Plans as tables for a terminal of 80 columns: what one chose, and how two differ."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -10,6 +11,7 @@ from rich.text import Text
 from kvstore.capacity import blocks_per_group
 from kvstore.demand import STORED, InFlight
 from kvstore.explain import (
+    Column,
     alike,
     blocks_text,
     borrowed,
@@ -22,6 +24,7 @@ from kvstore.explain import (
     slot_range,
     slot_runs,
     why_taken,
+    worth_comparing,
 )
 from kvstore.memory import format_bytes
 from kvstore.plan import CachePlan
@@ -40,7 +43,10 @@ def show_plan(plan: CachePlan, console: Console) -> None:
     parts = [_groups(plan), _slots(plan) if plan.layout in ("buckets", "bestfit") else _frames(plan)]
     if plan.considered:
         parts.append(_layouts(plan))
-    console.print(*parts, _groupings(plan), _bounds(plan), _capacity(plan))
+    columns, problems = regrouped(plan)
+    if worth_comparing(columns, problems):
+        parts.append(_groupings(plan, columns, problems))
+    console.print(*parts, _bounds(plan), _capacity(plan))
 
 
 def show_comparison(this: CachePlan, other: CachePlan, console: Console) -> None:
@@ -130,7 +136,7 @@ def _brief(num_bytes: int) -> str:
 
 def _lines(names: str) -> str:
     """A range of names over several lines."""
-    return names.replace(", ", "\n").replace(" ... ", " ...\n")
+    return re.sub(r", (?![^(]*\))", "\n", names).replace(" ... ", " ...\n")
 
 
 def _names(plan: CachePlan, run: Sequence[int]) -> str:
@@ -203,8 +209,7 @@ def _layouts(plan: CachePlan) -> RenderableType:
     return _titled(table, [f"* taken: {why_taken(plan)}"])
 
 
-def _groupings(plan: CachePlan) -> RenderableType:
-    columns, problems = regrouped(plan)
+def _groupings(plan: CachePlan, columns: Sequence[Column], problems: Sequence[str]) -> RenderableType:
     head, *rows = compared(plan, columns, _share)
     table = _table("Groupings compared, each in the layout overlay", "", *(f"{name}#" for name in head[1:]))
     for row in rows[:-1]:
@@ -217,10 +222,10 @@ def _bounds(plan: CachePlan) -> RenderableType:
     for name, size in bounds(plan.groups):
         _row(table, name, f"{size:,}", percent_over(size, plan.lower_bound))
     narrow, wide = min(plan.block_strides), max(plan.block_strides)
-    strides = [("", wide)] if narrow == wide else [(", narrowest group", narrow), (", widest group", wide)]
-    for name, size in strides:
-        _row(table, f"this layout ({plan.layout}){name}", f"{size:,}", percent_over(size, plan.lower_bound))
-    return _titled(table)
+    name = f"this layout ({plan.layout}){'' if narrow == wide else ', widest group'}"
+    _row(table, name, f"{wide:,}", percent_over(wide, plan.lower_bound))
+    note = f"a block of the narrowest group takes {narrow:,} B: each cuts frames its own way"
+    return _titled(table, [note] if narrow < wide else [])
 
 
 def _capacity(plan: CachePlan) -> RenderableType:

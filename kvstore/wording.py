@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from kvstore.groups import CacheGroup
 from kvstore.specs import LayerSpec
@@ -39,8 +39,25 @@ def _dtypes(spec: LayerSpec) -> str:
 
 
 def layer_range(layers: Sequence[str]) -> str:
-    """One or two names as they are, more as "first ... last (how many)"."""
-    return ", ".join(layers) if len(layers) <= 2 else f"{layers[0]} ... {layers[-1]} ({len(layers)})"
+    """One or two names as they are, more as "first ... last (how many)", with the step between their numbers."""
+    if len(layers) <= 2:
+        return ", ".join(layers)
+    return f"{layers[0]} ... {layers[-1]} ({len(layers)}{_step(layers)})"
+
+
+def _step(names: Sequence[str]) -> str:
+    """ ", every 6th" or ", with gaps" where the one number in which names differ does not simply count up."""
+    numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in names]
+    if len({re.sub(r"\d+", "", name) for name in names}) > 1:
+        return ""
+    moving = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1]
+    if len(moving) != 1:
+        return ""
+    steps = {later - earlier for earlier, later in pairwise(moving[0])}
+    if steps == {1}:
+        return ""
+    step = steps.pop() if len(steps) == 1 else 0
+    return f", every {step}{ {2: 'nd', 3: 'rd'}.get(step, 'th') }" if step > 1 else ", with gaps"
 
 
 def group_range(names: Sequence[str]) -> str:

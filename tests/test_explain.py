@@ -19,7 +19,7 @@ from kvstore.planner import plan_cache
 from kvstore.score import LAYOUT_TOLERANCE
 from kvstore.spec_json import spec_from_fields
 from kvstore.specs import Alias, LayerSpec, NoCache, Retention
-from kvstore.wording import group_range
+from kvstore.wording import group_range, layer_range
 from kvstore_kernels.formats import kv_format
 
 DATA = Path(__file__).parent / "data"
@@ -120,7 +120,8 @@ def test_v4_flash_in_packed_groups(v4_flash):
         pages,
         "Layout overlay: 1 slot tensor of 68,565 blocks of 1,002,240 B, "
         "the pages of a group dense from byte 0 of its block",
-        "    bytes 0 ... 181,439: layers.2.indexer ... layers.42.indexer (21), pages of 8,640 B, row uint8 /4",
+        "    bytes 0 ... 181,439: layers.2.indexer ... layers.42.indexer (21, every 2nd), "
+        "pages of 8,640 B, row uint8 /4",
         "    bytes 656,640 ... 1,002,239: unused",
         "  1,024 tokens: 2,272 sequences at once (2,326,528 tokens), each of 30 blocks (3 + 3 + 4 + 3 + 17)",
         "    with 8,192 of its tokens in flight, stored 'all': 3,866 blocks (131 + 131 + 512 + 2,051 + 1,041)",
@@ -240,6 +241,34 @@ def test_many_groups_are_no_wall_of_text():
     windows = {f"layers.{i}.attn": sliding_window(1, 64, window=64 * (i + 1)) for i in range(13)}
     lines = plan_cache(windows, memory="64MiB", grouping="uniform", layout="buckets").explain().splitlines()
     assert max(map(len, lines)) <= 170
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([0, 1], "layers.0.attn, layers.1.attn"),
+        ([0, 1, 2], "layers.0.attn ... layers.2.attn (3)"),
+        ([5, 11, 17], "layers.5.attn ... layers.17.attn (3, every 6th)"),
+        ([1, 3, 5, 7], "layers.1.attn ... layers.7.attn (4, every 2nd)"),
+        ([0, 3, 6], "layers.0.attn ... layers.6.attn (3, every 3rd)"),
+        ([0, 1, 3], "layers.0.attn ... layers.3.attn (3, with gaps)"),
+        ([6, 3, 0], "layers.6.attn ... layers.0.attn (3, with gaps)"),
+    ],
+    ids=["two", "all", "every 6th", "every 2nd", "every 3rd", "gaps", "backwards"],
+)
+def test_a_range_of_layers_tells_the_step(numbers, text):
+    assert layer_range([f"layers.{number}.attn" for number in numbers]) == text
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["layers.0.k", "layers.1.v", "layers.2.k"], ["1.1", "2.2", "3.3"]])
+def test_names_that_differ_in_more_than_a_number_have_no_step(names):
+    assert layer_range(names) == f"{names[0]} ... {names[-1]} (3)"
+
+
+def test_groupings_that_are_all_alike_are_not_compared():
+    one, two = plan_cache(LLAMA, memory="64GiB"), plan_cache("gemma-3-4b", memory="64GiB")
+    assert "Groupings compared" not in one.explain()
+    assert "Groupings compared" in two.explain()
 
 
 def test_names_of_groups():
