@@ -304,11 +304,24 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def test_demo_prints_plan_texts_and_verdict(model_folder, capsys):
-    assert run.main(["--model", model_folder, "--max-tokens", "5", "--memory", "4MiB"]) == 0
+@pytest.mark.parametrize("explain", [False, True], ids=["in brief", "explained"])
+def test_demo_prints_plan_verdict_and_texts(model_folder, capsys, explain):
+    arguments = ["--model", model_folder, "--max-tokens", "5", "--memory", "4MiB", *["--explain"] * explain]
+    assert run.main(arguments) == 0
     printed = capsys.readouterr().out
-    for part in ("layer slot", "cached", "tokens per second", "blocks in use", "All 7 texts equal"):
-        assert part in printed
+    verdict = "Same tokens as transformers: yes, in all 7 texts."
+    parts = (verdict, "tokens per second", "blocks in use", "Texts", "cached")
+    places = [printed.index(part) for part in parts]
+    assert places == sorted(places)
+    assert ("layer slot" in printed) == explain
+    if not explain:
+        assert printed[: places[0]].splitlines()[1:] == [
+            "  1 group: full_b16 of 1 layer",
+            "  layout buckets: 2,048 blocks of 2,048 B",
+            "  longest sequence alone: 32,752 tokens",
+            "  kvstore demo --explain shows what it was chosen from",
+            "",
+        ]
 
 
 def test_demo_fails_when_a_text_differs(model_folder, capsys, monkeypatch):
@@ -322,13 +335,14 @@ def test_demo_fails_when_a_text_differs(model_folder, capsys, monkeypatch):
     assert run.main(["--model", model_folder, "--max-tokens", "5", "--memory", "4MiB"]) == 1
     printed = capsys.readouterr().out
     assert "Prompt 7 differs from transformers' text after 4 equal tokens: expected [" in printed
-    assert "texts equal" not in printed
+    assert "Same tokens as transformers: no, 7 of 7 texts differ." in printed
+    assert "yes" not in printed.partition("Texts")[0]
 
 
 def test_demo_compares_no_sampled_text(model_folder, capsys):
     arguments = ["--model", model_folder, "--max-tokens", "3", "--memory", "4MiB", "--temperature", "0.8"]
     assert run.main(arguments) == 0
-    assert "not compared" in capsys.readouterr().out
+    assert "Same tokens as transformers: not compared, since they are sampled." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -343,7 +357,9 @@ def test_demo_compares_no_sampled_text(model_folder, capsys):
 )
 def test_demo_answers_bad_arguments(arguments, message, capsys):
     assert run.main(arguments) == 2
-    assert message in capsys.readouterr().err
+    answer = capsys.readouterr().err
+    assert message in answer
+    assert answer.count("\n") == 1
 
 
 @pytest.mark.parametrize(

