@@ -16,7 +16,8 @@ from benchmarks import store_memory as memory
 from benchmarks import store_prompts as prompts
 from benchmarks.options import names_of, new_parser
 from benchmarks.record import Measure, Part, Run
-from benchmarks.store_cases import FULL, GATED_SEQUENCES, QUICK, START, Sizes
+from benchmarks.store_cases import BLOCK, FULL, GATED_SEQUENCES, QUICK, START, Sizes
+from benchmarks.store_peers import store_peers
 from benchmarks.tables import case_table, figure_table
 
 TIMES = {"min": "min", "median": "median", "spread": "+- %", "worst": "worst", "worst_cpu": "worst, CPU"}
@@ -37,6 +38,8 @@ def parts_of(case: str, sizes: Sizes) -> list[Part]:
     match case:
         case "decode":
             return each(steps.decode, *((groups, count) for groups in sizes.groups for count in sizes.sequences))
+        case "peers":
+            return [("peers", partial(store_peers, num_sequences, START, BLOCK))]
         case "changing":
             return each(steps.changing, *((groups, num_sequences) for groups in few_groups))
         case "prefill-between":
@@ -63,6 +66,7 @@ def parts_of(case: str, sizes: Sizes) -> list[Part]:
 
 CASES = (
     "decode",
+    "peers",
     "changing",
     "prefill-between",
     "calls",
@@ -93,7 +97,8 @@ def show(console: Console, measures: Sequence[Measure]) -> None:
         console.print(table)
         console.print(
             "Decode: extend + commit of one token for each sequence. +-: distance of the quartiles. worst, CPU: the "
-            "thread's own time,\nwithout what other processes took. The garbage collector is off.\n",
+            "thread's own time,\nwithout what other processes took. The garbage collector is off. Behind a bar: the "
+            "same step in another library's books.\n",
             highlight=False,
         )
     if others := [each for each in measures if each.metric not in TIMES]:

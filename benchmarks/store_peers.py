@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.kernel_peers import is_installed
 from benchmarks.record import Measure
+from benchmarks.timing import Times
 
 Ids = npt.NDArray[np.int64]
 STEPS, WARM_UP = 100, 20
@@ -99,6 +100,7 @@ def _measure(
         return
     for metric, value in (("min", taken.min()), ("median", np.median(taken)), ("worst", taken.max())):
         yield metric, round(float(value) / 1e3, 2), "us"
+    yield "spread", round(100 * Times(tuple(taken.tolist())).spread, 1), "%"
     yield "note", peer.note, ""
 
 

@@ -33,7 +33,7 @@ TINY = Sizes(
     gated=False,
 )
 KEYS = {"bench", "case", "metric", "value", "unit"}
-FAST = "decode,changing,prefill-between,prefill,hit,release,forks,truncate,allocator"
+FAST = "decode,peers,changing,prefill-between,prefill,hit,release,forks,truncate,allocator"
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +246,7 @@ def test_a_figure_at_its_bound_is_met():
         ),
         (["--plot", "x.png", "--cases", "hit"], "--plot: draws the case decode, got --cases hit; known: "),
         (["--plot", "x.txt"], "--plot: expected a file that ends in .png, .svg, .pdf, got 'x.txt'; known: "),
-        (["--cases", "decode,paint"], "expected names out of decode, changing,"),
+        (["--cases", "decode,paint"], "expected names out of decode, peers,"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, said, capsys):

@@ -81,9 +81,10 @@ def test_right_books_get_times(monkeypatch: pytest.MonkeyPatch, make: Any) -> No
         ("min", "us"),
         ("median", "us"),
         ("worst", "us"),
+        ("spread", "%"),
         ("note", ""),
     ]
-    low, middle, high, note = (each.value for each in measures)
+    low, middle, high, _, note = (each.value for each in measures)
     assert isinstance(low, float)
     assert isinstance(middle, float)
     assert isinstance(high, float)
@@ -125,7 +126,7 @@ def test_another_version_is_a_row(monkeypatch: pytest.MonkeyPatch, package: str)
 
 def test_transformers_own_manager_is_right() -> None:
     measures = [each for each in store_peers(8, 33, 16, steps=40, warm_up=4) if "transformers" in each.case]
-    assert [each.metric for each in measures] == ["min", "median", "worst", "note"]
+    assert [each.metric for each in measures] == ["min", "median", "worst", "spread", "note"]
 
 
 class PagedTokenToKVPoolAllocator:
@@ -187,7 +188,7 @@ def vllm_figures(monkeypatch: pytest.MonkeyPatch, manager: type) -> dict[str, An
 
 
 def test_vllms_manager_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(vllm_figures(monkeypatch, KVCacheManager)) == ["min", "median", "worst", "note"]
+    assert list(vllm_figures(monkeypatch, KVCacheManager)) == ["min", "median", "worst", "spread", "note"]
     wrong = vllm_figures(monkeypatch, Forgetful)
     assert wrong == {"absent": "wrong: sequence 0 of 37 tokens has 2 blocks, expected 3"}
 
@@ -200,7 +201,7 @@ def sglang_figures(monkeypatch: pytest.MonkeyPatch, allocator: type) -> dict[str
 
 
 def test_sglangs_allocator_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(sglang_figures(monkeypatch, PagedTokenToKVPoolAllocator)) == ["min", "median", "worst", "note"]
+    assert list(sglang_figures(monkeypatch, PagedTokenToKVPoolAllocator)) == ["min", "median", "worst", "spread", "note"]
 
 
 def test_a_manager_without_room_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
