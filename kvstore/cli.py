@@ -24,7 +24,8 @@ from kvstore.spec_json import specs_from_json
 
 BAD_USAGE = 2
 
-EXAMPLE = "gemma-3-27b"
+EXAMPLE_MODEL = "gemma-3-27b"
+EXAMPLE = f"kvstore plan {EXAMPLE_MODEL} --memory 64GiB"
 
 MIN_WIDTH = 80
 """Columns that tables take at least: in fewer, numbers would be cut off."""
@@ -48,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
     except SystemExit as stop:  # argparse leaves by exception, also after --help
         return stop.code if isinstance(stop.code, int) else 0
+    if options.command is None:
+        print(f"kvstore: expected a command: plan, bench or demo, got none; for example: {EXAMPLE}", file=sys.stderr)
+        return BAD_USAGE
     try:
         if options.list:
             return _list(options)
@@ -89,22 +93,33 @@ def _console() -> Console:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="kvstore", description="A paged KV-cache store for LLM inference engines.", allow_abbrev=False
+        prog="kvstore",
+        description="A paged KV-cache store for LLM inference engines.",
+        epilog=f"for example: {EXAMPLE}; kvstore COMMAND --help says more of each",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvstore {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser("plan", help="plan the cache memory of a model", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    plan = commands.add_parser(
+        "plan",
+        usage="kvstore plan CONFIG (--memory SIZE | --frames N) [options]\n       kvstore plan --list",
+        help="plan the cache memory of a model",
+        description="Shows which layers share memory, in which layout and blocks, and how many sequences fit. "
+        "No weights are read and nothing is downloaded.",
+        epilog=f"for example: {EXAMPLE}",
+        allow_abbrev=False,
+    )
     plan.add_argument(
         "config",
         metavar="CONFIG",
         nargs="?",
-        help=f"a Hugging Face config.json, the folder that holds it, or a bundled model such as {EXAMPLE}",
+        help=f"a Hugging Face config.json, the folder that holds it, or a bundled model such as {EXAMPLE_MODEL}",
     )
     plan.add_argument("--list", action="store_true", help="show the bundled models, and plan nothing")
     plan.add_argument("--specs", metavar="FILE", help="a JSON list of layer specs, in the place of CONFIG")
     size = plan.add_mutually_exclusive_group()
     size.add_argument("--memory", metavar="SIZE", help="memory to plan for, with its unit: 8GiB, 80GB, 512MiB")
-    size.add_argument("--frames", metavar="N", type=int, help="number of frames instead, the null frame counted")
+    size.add_argument("--frames", metavar="N", type=_integer, help="number of frames instead, the null frame counted")
     choice = plan.add_argument_group("what is open to choice")
     choice.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)} (default: auto)")
     choice.add_argument("--grouping", default="auto", help=f"one of {', '.join(GROUPINGS)} (default: auto)")
@@ -115,33 +130,40 @@ def _parser() -> argparse.ArgumentParser:
         default=LENGTHS,
         help=f"tokens of the sequences to plan for (default: {','.join(map(str, LENGTHS))})",
     )
-    choice.add_argument("--frame-bytes", metavar="N", type=int, help="bytes of a frame in the layout frames")
+    choice.add_argument("--frame-bytes", metavar="N", type=_integer, help="bytes of a frame in the layout frames")
     choice.add_argument(
-        "--in-flight", metavar="N", type=int, default=8192, help="tokens that one step may write (default: 8192)"
+        "--in-flight", metavar="N", type=_integer, default=8192, help="tokens that one step may write (default: 8192)"
     )
     model = plan.add_argument_group("what the model caches")
-    model.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, MLA 64)")
+    model.add_argument("--block-size", metavar="N", type=_integer, help="tokens a block (default: 16, MLA 64)")
     model.add_argument(
         "--kv-dtype",
         metavar="DTYPE",
         help="bf16, fp16, fp32, fp8, int8_per_token_head, fp8_per_token_head, fp8_ds_mla (default: the config's)",
     )
     model.add_argument("--state-dtype", metavar="DTYPE", help="dtype of recurrent states")
-    model.add_argument("--indexer-row-bytes", metavar="N", type=int, help="bytes of an indexer's row")
+    model.add_argument("--indexer-row-bytes", metavar="N", type=_integer, help="bytes of an indexer's row")
     model.add_argument("--ring-states", action="store_true", help="compressor states of DeepSeek V4 as rings")
-    model.add_argument("--draft-layers", metavar="N", type=int, default=0, help="draft (MTP) layers that are run")
-    model.add_argument("--tensor-parallel", metavar="N", type=int, default=1, help="ranks that share the heads")
-    model.add_argument("--pipeline-stages", metavar="N", type=int, default=1, help="stages that share the layers")
-    model.add_argument("--pipeline-stage", metavar="N", type=int, help="which of them to plan, from 0")
+    model.add_argument("--draft-layers", metavar="N", type=_integer, default=0, help="draft (MTP) layers that are run")
+    model.add_argument("--tensor-parallel", metavar="N", type=_integer, default=1, help="ranks that share the heads")
+    model.add_argument("--pipeline-stages", metavar="N", type=_integer, default=1, help="stages that share the layers")
+    model.add_argument("--pipeline-stage", metavar="N", type=_integer, help="which of them to plan, from 0")
     output = plan.add_argument_group("what is shown: tables, unless")
     shown = output.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="the plan itself, as CachePlan.from_json reads it")
     shown.add_argument("--explain", action="store_true", help="all of it as text, bytes in full")
     shown.add_argument("--compare", metavar="FILE", help="beside another plan, saved with --json")
     output.add_argument("--plot", metavar="FILE", help="draw it as well, to a .svg or .png")
-    commands.add_parser("bench", help="run a benchmark of a checkout (kvstore bench --help lists them)", add_help=False)
-    commands.add_parser("demo", help="generate text with a small model (kvstore demo --help)", add_help=False)
+    commands.add_parser("bench", help="run a benchmark of a checkout", add_help=False)
+    commands.add_parser("demo", help="generate text with a small model on the store", add_help=False)
     return parser
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -160,7 +182,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> CachePlan:
-    model = options.config or (f"--specs {options.specs}" if options.specs else EXAMPLE)
+    model = options.config or (f"--specs {options.specs}" if options.specs else EXAMPLE_MODEL)
     example = f"for example: kvstore plan {model} --memory 64GiB"
     if options.config is not None and options.specs is not None:
         raise PlanError("expected one of CONFIG and --specs, got both")

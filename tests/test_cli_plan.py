@@ -202,7 +202,7 @@ def test_plan_of_a_model_without_caches(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "kvstore: the following arguments are required: COMMAND"),
+        ([], "kvstore: expected a command: plan, bench or demo, got none; for example: kvstore plan gemma-3-27b --mem"),
         (["plans"], "kvstore: argument COMMAND: invalid choice: 'plans'"),
         (
             ["plan"],
@@ -243,7 +243,7 @@ def test_plan_of_a_model_without_caches(run, tmp_path):
         ),
         (["plan", LLAMA], "one of --memory and --frames, got neither; for example: kvstore plan llama-3.1-8b --memory"),
         (["plan", LLAMA, "--memory", "1GiB", "--frames", "3"], "argument --frames: not allowed with argument --memory"),
-        (["plan", LLAMA, "--frames", "many"], "kvstore plan: argument --frames: invalid int value: 'many'"),
+        (["plan", LLAMA, "--frames", "many"], "kvstore plan: argument --frames: expected an integer, got 'many'"),
         (["plan", LLAMA, "--frames", "1"], "kvstore plan: num_frames: expected an integer >= 2, got 1"),
         (["plan", LLAMA, "--memory", "8"], "kvstore plan: memory: expected a number and one of the units B, KiB, KB"),
         (
@@ -296,10 +296,14 @@ def test_a_broken_plot_is_not_taken_for_a_missing_extra(run, monkeypatch):
 def test_help_and_version(run):
     status, out, _ = run("--help")
     assert status == 0
-    assert "plan" in out
-    assert "demo" in out
+    for text in ("plan", "demo", "bench", "for example: kvstore plan gemma-3-27b --memory 64GiB"):
+        assert text in out
     status, out, _ = run("plan", "--help")
     assert status == 0
+    assert out.startswith(
+        "usage: kvstore plan CONFIG (--memory SIZE | --frames N) [options]\n       kvstore plan --list\n"
+    )
+    assert "for example: kvstore plan gemma-3-27b --memory 64GiB" in out
     for option in ("--specs", "--lengths", "--grouping", "--compare", "--plot", "--tensor-parallel", "--ring-states"):
         assert option in out
     assert run("--version")[:2] == (0, f"kvstore {kvstore.__version__}\n")

