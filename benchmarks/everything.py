@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,10 +49,21 @@ def main(arguments: Sequence[str]) -> int:
         if options.compare is not None and Path(options.compare).is_file():
             then = scratch / "then.jsonl"  # the file may be the one that is written now
             then.write_bytes(Path(options.compare).read_bytes())
-        with Run("all", options) as run:
+        with _ended_as_by_ctrl_c(), Run("all", options) as run:
             for name in chosen:
                 run_one(run, name, command_of(name, options, then), scratch / f"{name}.jsonl")
     return run.finish(show)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Other signals that end a run do what Ctrl-C does: no benchmark goes on alone."""
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def command_of(name: str, options: argparse.Namespace, then: Path | None) -> list[str]:

@@ -292,7 +292,8 @@ sys.exit(everything.main(["--only", "store,planner,engine", "--json", sys.argv[2
 """
 
 
-def test_ctrl_c_stops_all_and_keeps_what_was_measured(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_and_keeps_what_was_measured(number, tmp_path):
     path = tmp_path / "all.jsonl"
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, STUB, str(path)],
@@ -303,7 +304,7 @@ def test_ctrl_c_stops_all_and_keeps_what_was_measured(tmp_path):
     ) as run:
         assert run.stderr.readline() == "waiting\n"
         time.sleep(0.2)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         out, err = run.communicate(timeout=60)
     assert run.returncode == 130
     assert err.splitlines()[-1] == "all: interrupted; these are the figures until then"
