@@ -25,7 +25,7 @@ from benchmarks.record import FIELDS, INTERRUPTED, MET, Measure, Run, UsageError
 from benchmarks.tables import case_table
 
 NAMES = ("kernels", "store", "planner", "capacity", "engine", "families", "aot", "gpu")
-QUICK = ("engine", "families", "aot")
+QUICK = ("capacity", "engine", "families", "aot")
 """Run with `--quick` unless all are asked for in full."""
 DRAWN = ("kernels", "store", "planner", "capacity")
 """Can draw their figures."""

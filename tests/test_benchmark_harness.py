@@ -187,7 +187,7 @@ def test_a_table_shows_text_as_it_is_and_leaves_out_empty_columns(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["store", "--cases", "paint"], "expected names out of decode, changing, "),
+        (["store", "--cases", "paint"], "expected names out of decode, "),
         (["all", "--only", "stroe"], "expected names out of kernels, store, planner, "),
         (["all", "--skip", "store,x"], "expected names out of kernels, store, planner, "),
         (["all", "--quick", "--full"], "--quick and --full: expected one of them, got both; known: --help, --quick"),
