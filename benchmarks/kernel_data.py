@@ -141,6 +141,10 @@ class World:
 
     def attention(self) -> Expected:
         """Output and LSE of the query over all rows, or over the listed ones, and what rounding may change."""
+        return self._attention
+
+    @cached_property
+    def _attention(self) -> Expected:
         keys, values = self.keys_values
         if self.shape.op == "sparse_mla_decode":
             keys, values = (

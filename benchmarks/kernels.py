@@ -66,7 +66,7 @@ def measure_shape(shape: Shape, bench: Bench) -> Iterator[Measure]:
     for peer, times in zip(running, warm[2:], strict=True):
         name = f"{shape.name} | {peer.name}"
         yield from _figures(name, case.num_bytes, times, None)
-        yield Measure(name, "ratio", round(times.median / warm[0].median, 3), "x")
+        yield Measure(name, "ratio", _digits(times.median / warm[0].median), "x")
         if peer.differs:
             yield Measure(name, "differs", peer.differs)
     for each in found:
@@ -101,7 +101,7 @@ def ours(case: Case, warm: Times, cold: Times, copies: tuple[Times, Times], flop
         yield Measure(name, "rate", round(case.num_flops / warm.median / 1e9, 2), "GFLOP/s")
     for metric, times, copy in (("roofline", warm, copies[0]), ("cold_roofline", cold, copies[1])):
         least = max(copy.median, case.num_flops / flops_per_s)
-        yield Measure(name, metric, round(least / times.median, 3), "of it")
+        yield Measure(name, metric, _digits(least / times.median), "of it")
 
 
 def _figures(name: str, num_bytes: int, warm: Times, cold: Times | None) -> Iterator[Measure]:
@@ -191,10 +191,14 @@ def _show_op(console: Console, op: str, cases: dict[str, dict[str, Measure]]) ->
         table.add_column(column, no_wrap=True)
     for column in ("ms", "+- %", "GB/s", "cold ms", "cold GB/s", "roofline", "cold", "/ ours"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("differs, or why not")
+    table.add_column("differs")
     previous = ""
+    absent: dict[tuple[str, str], None] = {}  # the same for every shape
     for case, figures in cases.items():
         shape, _, by = case.partition(" | ")
+        if "absent" in figures:
+            absent[by, str(figures["absent"].value)] = None
+            continue
         label = "" if shape == previous else shape.partition(", ")[2]
         previous = shape
         if "difference" in figures:
@@ -207,11 +211,15 @@ def _show_op(console: Console, op: str, cases: dict[str, dict[str, Measure]]) ->
         metrics = ("time", "spread", "bandwidth", "cold_time", "cold_bandwidth", "roofline", "cold_roofline", "ratio")
         cells = [shown(figures[metric].value) if metric in figures else "" for metric in metrics]
         gate = next((each for each in figures.values() if each.ok is not None), None)
-        remark = next((str(figures[metric].value) for metric in ("absent", "differs") if metric in figures), "")
+        remark = str(figures["differs"].value) if "differs" in figures else ""
         if gate is not None:
             remark = f"[{'green' if gate.ok else 'red'}]{gate.metric} {gate.value} (wants {gate.target})[/]"
         table.add_row(label, by or f"[bold]{OURS}[/]", *cells, remark)
     console.print(table)
+    for by, why in absent:
+        console.print(f" - {by}: {why}", markup=False, highlight=False)
+    if absent:
+        console.print()
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
