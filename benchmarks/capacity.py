@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +34,11 @@ MODELS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """The usual models, and how they are planned."""
 
+PACKED = "packed/overlay"
 LAYOUTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "equal/buckets": {"grouping": "equal", "layout": "buckets"},
-        "packed/overlay": {"grouping": "packed", "layout": "overlay"},
+        PACKED: {"grouping": "packed", "layout": "overlay"},
         "buckets": {"layout": "buckets"},
         "bestfit": {"layout": "bestfit"},
         "overlay": {"layout": "overlay"},
@@ -86,7 +88,7 @@ def measure(setting: Setting, layout: str, replays: Replays) -> Iterator[Measure
     usual = tuple(lengths[len(lengths) * at // 4] for at in (1, 2, 3))
     options = {**MODELS.get(setting.model, {}), "memory": setting.memory, "lengths": usual}
     try:
-        plan = plan_cache(setting.model, **options, **LAYOUTS[layout])
+        plan = plan_in(layout, setting.model, options)
         auto = plan_cache(setting.model, **options)
     except PlanError as error:
         yield Measure(case, "absent", str(error)[:200])
@@ -102,6 +104,8 @@ def measure(setting: Setting, layout: str, replays: Replays) -> Iterator[Measure
     yield Measure(case, "peak_sequences", held.sequences[1])
     yield Measure(case, "tokens", round(held.tokens[0]))
     yield Measure(case, "peak_tokens", held.tokens[1])
+    yield Measure(case, "distinct_tokens", round(held.distinct_tokens[0]))
+    yield Measure(case, "peak_distinct_tokens", held.distinct_tokens[1])
     yield Measure(case, "steps", held.num_steps)
     yield Measure(case, "hit_rate", round(100 * held.hit_rate, 2), "% of prompt tokens")
     yield Measure(case, "evicted", held.evicted, "blocks")
@@ -111,6 +115,17 @@ def measure(setting: Setting, layout: str, replays: Replays) -> Iterator[Measure
     for place, share in held.places.shares().items():
         yield Measure(case, place, round(100 * share, 3), "% of memory")
     yield Measure(case, "wasted", round(100 * sum(held.places.shares()[cause] for cause in CAUSES), 3), "% of memory")
+
+
+def plan_in(layout: str, model: str, options: Mapping[str, Any]) -> CachePlan:
+    """The plan of a row. vLLM makes all pages of a model with states equal, wherever it places them.
+
+    Raises: PlanError where the layout cannot plan the model.
+    """
+    plan = plan_cache(model, **options, **LAYOUTS[layout])
+    if layout == PACKED and any(group.retention.kind == "state" for group in plan.groups):
+        return plan_cache(model, **options, grouping="equal", layout="overlay")
+    return plan
 
 
 def memory_for(model: str, requests: Sequence[Request], sequences: int, engine: Engine) -> int:

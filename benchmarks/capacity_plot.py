@@ -54,10 +54,15 @@ def draw_places(measures: Sequence[Measure], path: Path) -> None:
 
 
 def _draw(axes: Axes, title: str, layouts: Mapping[str, Mapping[str, Measure]]) -> None:
-    shown = {layout: figures for layout, figures in layouts.items() if "sequences" in figures}
-    memory = max((float(figures["memory"].value) for figures in shown.values()), default=0.0)
+    memory = max((float(figures["memory"].value) for figures in layouts.values() if "memory" in figures), default=0.0)
     axes.set_title(f"{title}: {memory / 2**30:,.1f} GiB", loc="left", fontsize=10)
-    for at, figures in enumerate(shown.values()):
+    labels = []
+    for at, (layout, figures) in enumerate(layouts.items()):
+        is_auto = "plan" in figures and str(figures["plan"].value).endswith("auto")
+        labels.append(layout + " *" * is_auto)
+        if "sequences" not in figures:
+            axes.text(1, at, next(iter(figures)), va="center", fontsize=8.5, fontstyle="italic")
+            continue
         left = 0.0
         for place in PLACES:
             share = float(figures[place].value)
@@ -65,9 +70,8 @@ def _draw(axes: Axes, title: str, layouts: Mapping[str, Mapping[str, Measure]]) 
             left += share
         held = f"{figures['sequences'].value:,.1f} seqs, {figures['tokens'].value:,} tokens"
         axes.text(101, at, held, va="center", fontsize=8.5)
-    labels = [layout + (" *" if str(shown[layout]["plan"].value).endswith("auto") else "") for layout in shown]
-    axes.set_yticks(range(len(shown)), labels, fontsize=8.5)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlim(0, 138)
     axes.set_xticks(range(0, 101, 20), [f"{share} %" for share in range(0, 101, 20)], fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -20,10 +20,11 @@ PLACES = {
     "null": "null",
 }
 EXPLANATION = """\
-Means while requests wait; tokens that sequences share count for each. hits: of the prompt tokens. preempted: taken
-back for want of blocks. rows: what tokens in reach have; cached: what a prompt may find; tail: unfilled, or out of the
-window, within a block; padding: in pages; narrow: what only wider groups use of a block; in flight: only until the
-step is committed; partial: free places in frames of a group; null: the null frame; wasted: the last six before it.
+Means while requests wait; tokens that sequences share count for each, in distinct once. hits: of the prompt tokens.
+preempted: taken back for want of blocks. rows: what tokens in reach have; cached: what a prompt may find; tail:
+unfilled, or out of the window, within a block; padding: in pages; narrow: what only wider groups use of a block; in
+flight: only until the step is committed; partial: free places in frames of a group; null: the null frame; wasted: the
+last six before it.
 """
 
 
@@ -43,13 +44,14 @@ def show(console: Console, measures: Sequence[Measure], engine: Engine) -> None:
         "peak_sequences",
         "tokens",
         "peak_tokens",
+        "distinct_tokens",
         "hit_rate",
         "evicted",
         "preempted",
         "refused",
         "steps",
     )
-    names = ("seqs", "peak", "tokens", "peak", "hits %", "evicted", "preempted", "refused", "steps")
+    names = ("seqs", "peak", "tokens", "peak", "distinct", "hits %", "evicted", "preempted", "refused", "steps")
     for mix, models in by_setting(measures).items():
         for title, columns, metrics in (
             (f"{mix}: what is held", names, held),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.traces import Request, Tokens
-from benchmarks.waste import Bytes, Ids, bytes_now, mean
+from benchmarks.waste import Bytes, Ids, bytes_now, distinct_tokens, mean
 from kvstore import CachePlan, KVStore, OutOfBlocks
 
 MIN_SAMPLES = 8
@@ -70,6 +70,7 @@ class Outcome:
 
     Attributes:
         sequences, tokens: running at once and their tokens, shared ones once for each; mean and peak.
+        distinct_tokens: the same, shared ones once.
         places: the bytes of the arena, the mean of each place.
         num_samples: looks at the bytes, and whether the pool was full at them.
         num_steps, generated: steps, and tokens that they generated.
@@ -79,6 +80,7 @@ class Outcome:
 
     sequences: tuple[float, int]
     tokens: tuple[float, int]
+    distinct_tokens: tuple[float, int]
     places: Bytes
     num_samples: int
     is_full: bool
@@ -97,6 +99,7 @@ class _Look:
     is_full: bool
     sequences: int
     tokens: int
+    distinct_tokens: int
     places: Bytes
 
 
@@ -112,6 +115,7 @@ class Replay:
     engine: Engine
     store: KVStore
     waiting: deque[Served]
+    due: int
     chunk_unit: int = 1
     running: list[Served] = field(default_factory=list)
     looks: list[_Look] = field(default_factory=list)
@@ -139,8 +143,8 @@ class Replay:
                 stored=engine.stored,
             )
         waiting = deque(Served(number, each, each.tokens(str(number))) for number, each in enumerate(requests))
-        sizes = [group.block_size for group in plan.groups if group.retention.kind == "state"]
-        return cls(plan, engine, store, waiting, chunk_unit=math.lcm(*sizes))
+        due = sum(each.output_tokens for each in requests)
+        return cls(plan, engine, store, waiting, due, chunk_unit=_chunk_unit(plan))
 
     @property
     def tick_s(self) -> float:
@@ -157,7 +161,6 @@ class Replay:
 
         Raises: WrongReplayError when a token or a block is missing at the end.
         """
-        num_tokens = sum(each.request.output_tokens for each in self.waiting)
         while self.running or self.waiting:
             self._admit()
             if self.running:
@@ -167,8 +170,8 @@ class Replay:
         stats = self.store.stats()
         if stats.in_use or stats.fenced or stats.open_sequences:
             raise WrongReplayError(f"{stats.in_use} blocks are in use when every sequence is released")
-        if not self.refused and self.generated != num_tokens:
-            raise WrongReplayError(f"expected {num_tokens} generated tokens, got {self.generated}")
+        if self.generated != self.due:
+            raise WrongReplayError(f"expected {self.due} generated tokens, got {self.generated}")
         return self._outcome(stats.evicted)
 
     def _admit(self) -> None:
@@ -241,13 +244,17 @@ class Replay:
             self._advance(prompts, looks=False)
 
     def _advance(self, sequences: list[Served], looks: bool) -> None:
-        """One step of some running sequences; where blocks run out, of fewer."""
+        """One step of some running sequences; where blocks run out, of fewer, and of the last one a smaller step."""
+        budget = self.engine.tokens_per_step
         while True:
-            counts = self._counts(sequences)
+            counts = self._counts(sequences, budget)
             try:
                 batch = self.store.extend([each.seq_id for each in sequences], counts)
                 break
             except OutOfBlocks:
+                if len(self.running) == 1 and counts[0] > 1:
+                    budget = counts[0] // 2
+                    continue
                 self._take_back()
                 sequences = [each for each in sequences if each in self.running]
                 if not sequences:
@@ -272,22 +279,24 @@ class Replay:
         self.store.release([youngest.seq_id])
         if not self.running:
             self.refused += 1
+            self.due -= youngest.request.output_tokens
+            self.generated -= max(0, youngest.reached - youngest.request.prompt_tokens)
             return
         self.preempted += 1
         self.may_admit = False  # until a sequence is done: it would only be taken back again
         self.waiting.appendleft(youngest)
 
-    def _counts(self, sequences: list[Served]) -> list[int]:
-        """New tokens of each: one at least, decodes first, then prompts in order of arrival.
+    def _counts(self, sequences: list[Served], budget: int) -> list[int]:
+        """New tokens of each: one at least, decodes first, then prompts in order of arrival, `budget` tokens of them.
 
-        A chunk ends at a block of the states if it reaches one, for states can be found only where a step has ended.
+        A chunk ends where every group can be found if it reaches such a length, for states are kept only where a step
+        has ended.
         """
         counts = [1] * len(sequences)
-        budget = self.engine.tokens_per_step
         for at in sorted(range(len(counts)), key=lambda at: _is_prompt(sequences[at])):
             sequence = sequences[at]
             if not _is_prompt(sequence):
-                counts[at] = self._wanted(sequence)
+                counts[at] = min(self._wanted(sequence), budget)
                 continue
             count = max(1, min(self._wanted(sequence), budget))
             boundary = (sequence.length + count) // self.chunk_unit * self.chunk_unit
@@ -301,23 +310,24 @@ class Replay:
         if abs(places.total - self.plan.arena_bytes) > 1:
             raise WrongReplayError(f"expected places of {self.plan.arena_bytes} bytes in all, got {places.total}")
         is_full = bool(self.waiting) and self.waiting[0].request.arrival_s <= self.now_s
-        self.looks.append(_Look(is_full, len(self.running), int(batch.seq_lens.sum()), places))
+        tokens, distinct = int(batch.seq_lens.sum()), distinct_tokens(self.plan, batch)
+        self.looks.append(_Look(is_full, len(self.running), tokens, distinct, places))
 
     def _outcome(self, evicted: int) -> Outcome:
         full = [look for look in self.looks if look.is_full]
         is_full = len(full) >= MIN_SAMPLES
         counted = full if is_full else self.looks
         if not counted:  # every request was refused in its first step
-            counted = [_Look(False, 0, 0, Bytes(free=self.plan.arena_bytes))]
+            counted = [_Look(False, 0, 0, 0, Bytes(free=self.plan.arena_bytes))]
+
+        def mean_and_peak(figure: str) -> tuple[float, int]:
+            peak = max(getattr(each, figure) for each in (*self.looks, *counted))
+            return float(np.mean([getattr(each, figure) for each in counted])), peak
+
         return Outcome(
-            sequences=(
-                float(np.mean([each.sequences for each in counted])),
-                max(each.sequences for each in (*self.looks, *counted)),
-            ),
-            tokens=(
-                float(np.mean([each.tokens for each in counted])),
-                max(each.tokens for each in (*self.looks, *counted)),
-            ),
+            sequences=mean_and_peak("sequences"),
+            tokens=mean_and_peak("tokens"),
+            distinct_tokens=mean_and_peak("distinct_tokens"),
             places=mean([each.places for each in counted]),
             num_samples=len(counted),
             is_full=is_full,
@@ -332,3 +342,10 @@ class Replay:
 
 def _is_prompt(sequence: Served) -> bool:
     return sequence.length < sequence.prompt_length
+
+
+def _chunk_unit(plan: CachePlan) -> int:
+    """A chunk that reaches a multiple of it should end there: prompts are found in whole blocks, and states at ends."""
+    kinds = {group.retention.kind for group in plan.groups}
+    sizes = [group.block_size for group in plan.groups if group.retention.kind in ("state", "full")]
+    return math.lcm(*sizes) if "state" in kinds else 1

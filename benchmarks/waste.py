@@ -127,6 +127,15 @@ def needed_blocks(group: CacheGroup, table: Ids, seq_lens: Ids) -> tuple[int, in
     return len(unique), int((highest - lowest).sum())
 
 
+def distinct_tokens(plan: CachePlan, batch: Batch) -> int:
+    """Tokens that the sequences of a batch hold, shared ones once; without a group that keeps all, once for each."""
+    seq_lens = batch.seq_lens.numpy().astype(np.int64)
+    for g, group in enumerate(plan.groups):
+        if group.retention.kind == "full":
+            return needed_blocks(group, batch.block_table[g].numpy().astype(np.int64), seq_lens)[1]
+    return int(seq_lens.sum())
+
+
 def first_in_reach(group: CacheGroup, seq_lens: Ids) -> Ids:
     """The first position that the next token of each sequence can reach."""
     retention = group.retention
