@@ -34,18 +34,18 @@ MODELS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """The usual models, and how they are planned."""
 
-PACKED = "packed/overlay"
+OF_VLLM = ("equal/buckets", "packed/overlay")
 LAYOUTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "equal/buckets": {"grouping": "equal", "layout": "buckets"},
-        PACKED: {"grouping": "packed", "layout": "overlay"},
+        "packed/overlay": {"grouping": "packed", "layout": "overlay"},
         "buckets": {"layout": "buckets"},
         "bestfit": {"layout": "bestfit"},
         "overlay": {"layout": "overlay"},
         "frames": {"layout": "frames"},
     }
 )
-"""Rows of the tables. The first two group as vLLM does (up to 0.26 with PR #44454, and since)."""
+"""Rows of the tables. Those of OF_VLLM group as vLLM does (up to 0.26 with PR #44454, and since)."""
 
 NUM_REQUESTS = {"chat": 400, "long": 100, "batch": 1000}
 NUM_SEQUENCES = {"chat": 64, "long": 8, "batch": 64}
@@ -118,14 +118,16 @@ def measure(setting: Setting, layout: str, replays: Replays) -> Iterator[Measure
 
 
 def plan_in(layout: str, model: str, options: Mapping[str, Any]) -> CachePlan:
-    """The plan of a row. vLLM makes all pages of a model with states equal, wherever it places them.
+    """The plan of a row. With states vLLM makes all pages equal: attention and states take blocks of as many tokens.
 
     Raises: PlanError where the layout cannot plan the model.
     """
     plan = plan_cache(model, **options, **LAYOUTS[layout])
-    if layout == PACKED and any(group.retention.kind == "state" for group in plan.groups):
-        return plan_cache(model, **options, grouping="equal", layout="overlay")
-    return plan
+    if layout not in OF_VLLM or all(group.retention.kind != "state" for group in plan.groups):
+        return plan
+    equal = plan_cache(model, **options, grouping="equal", layout=plan.layout)
+    block_size = max(group.block_size for group in equal.groups)
+    return plan_cache(model, **options, grouping="equal", layout=plan.layout, block_size=block_size)
 
 
 def memory_for(model: str, requests: Sequence[Request], sequences: int, engine: Engine) -> int:

@@ -116,7 +116,8 @@ class Replay:
     store: KVStore
     waiting: deque[Served]
     due: int
-    chunk_unit: int = 1
+    chunk_unit: int
+    in_flight: tuple[int, int]
     running: list[Served] = field(default_factory=list)
     looks: list[_Look] = field(default_factory=list)
     num_ticks: int = 0
@@ -144,7 +145,7 @@ class Replay:
             )
         waiting = deque(Served(number, each, each.tokens(str(number))) for number, each in enumerate(requests))
         due = sum(each.output_tokens for each in requests)
-        return cls(plan, engine, store, waiting, due, chunk_unit=_chunk_unit(plan))
+        return cls(plan, engine, store, waiting, due, _chunk_unit(plan), _in_flight(plan, engine))
 
     @property
     def tick_s(self) -> float:
@@ -187,7 +188,7 @@ class Replay:
             if wanted >= engine.tokens_per_step or sequence.request.arrival_s > self.now_s:
                 return
             prompt = sequence.tokens[: sequence.prompt_length]
-            if self.running and not self._has_room(len(prompt), int(self.store.lookup([prompt])[0])):
+            if self.running and not self._has_room(prompt):
                 return
             opened = self.store.open([prompt])
             sequence.seq_id, cached = int(opened.seq_ids[0]), int(opened.cached_tokens[0])
@@ -197,16 +198,19 @@ class Replay:
             sequence.length = cached
             self.running.append(self.waiting.popleft())
 
-    def _has_room(self, length: int, cached: int) -> bool:
+    def _has_room(self, prompt: Tokens) -> bool:
         """Whether a prompt fits beside what the running ones still want for theirs and for a step in flight."""
         stats = self.store.stats()
-        room = stats.free * stats.frame_bytes + sum(
-            (group.cached + group.reserved) * group.block_stride_bytes for group in stats.groups
-        )
+        room = stats.free * stats.frame_bytes - self._in_flight
+        room += sum((group.cached + group.reserved) * group.block_stride_bytes for group in stats.groups)
         prompts = [(each.prompt_length, each.length) for each in self.running if _is_prompt(each)]
-        wanted, held = np.array([*prompts, (length, cached)]).T
-        more = self._bytes_of(wanted) - self._bytes_of(held)
-        return float(more.sum()) + self._in_flight <= room
+        if prompts:
+            wanted, held = np.array(prompts).T
+            room -= int((self._bytes_of(wanted) - self._bytes_of(held)).sum())
+        if room < 0:
+            return False
+        whole, cached = self._bytes_of(np.array([len(prompt), int(self.store.lookup([prompt])[0])])).tolist()
+        return bool(whole - cached <= room)
 
     def _bytes_of(self, lengths: Ids) -> Ids:
         """Bytes of the blocks that sequences of these lengths hold between steps; 0 for none."""
@@ -215,17 +219,9 @@ class Replay:
 
     @property
     def _in_flight(self) -> int:
-        """Bytes of a step that it does not leave: a chunk in windows; for each sequence a block and its states."""
-        tokens = self.engine.tokens_per_step
-        kept = self.plan.blocks_needed([tokens])
-        moving = self.plan.blocks_needed([tokens], in_flight=tokens, stored=self.engine.stored)
-        strides = np.array(self.plan.block_strides)
-        of_states = sum(
-            stride
-            for group, stride in zip(self.plan.groups, strides.tolist(), strict=True)
-            if group.retention.kind == "state"
-        )
-        return int(((moving - kept) * strides).sum()) + (len(self.running) + 1) * int(of_states + strides.max())
+        """Bytes of a step that it does not leave, with one more sequence."""
+        of_chunk, of_sequence = self.in_flight
+        return of_chunk + (len(self.running) + 1) * of_sequence
 
     def _wanted(self, sequence: Served) -> int:
         """Tokens by which a sequence goes on if nothing else wants any: its prompt, or some more generated ones."""
@@ -349,3 +345,12 @@ def _chunk_unit(plan: CachePlan) -> int:
     kinds = {group.retention.kind for group in plan.groups}
     sizes = [group.block_size for group in plan.groups if group.retention.kind in ("state", "full")]
     return math.lcm(*sizes) if "state" in kinds else 1
+
+
+def _in_flight(plan: CachePlan, engine: Engine) -> tuple[int, int]:
+    """Bytes that a step takes and does not leave: of a chunk, in windows; of each sequence, a block and its states."""
+    tokens, strides = engine.tokens_per_step, np.array(plan.block_strides)
+    kept = plan.blocks_needed([tokens])
+    moving = plan.blocks_needed([tokens], in_flight=tokens, stored=engine.stored)
+    is_state = np.array([group.retention.kind == "state" for group in plan.groups])
+    return int(((moving - kept) * strides).sum()), int((strides * is_state).sum() + strides.max())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.capacity import PACKED, plan_in
+from benchmarks.capacity import OF_VLLM, plan_in
 from benchmarks.capacity_plot import draw_places
 from benchmarks.record import Measure
 from benchmarks.replay import Engine, Replay, WrongReplayError
@@ -105,17 +105,19 @@ def test_distinct_tokens_count_shared_ones_once():
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "groups", "block_bytes"),
+    ("model", "options", "sizes", "block_bytes"),
     [
-        ("qwen3-next-80b-a3b", {"state_dtype": "fp32"}, 4, 25_952_256),
-        ("nemotron-h-8b", {}, 7, 17_039_360),
-        ("gemma-3-27b", {}, 7, 1_310_720),
-        ("deepseek-v4-flash", {"kv_dtype": "fp8_ds_mla"}, 5, 1_002_240),
+        ("qwen3-next-80b-a3b", {"state_dtype": "fp32"}, [1056] * 4, 25_952_256),
+        ("nemotron-h-8b", {}, [1040] * 7, 17_039_360),
+        ("gemma-3-27b", {}, [16] * 7, 1_310_720),
+        ("deepseek-v4-flash", {"kv_dtype": "fp8_ds_mla"}, [4, 8, 64, 64, 256], 1_002_240),
     ],
 )
-def test_the_rows_of_vllm_have_its_groups_and_blocks(model, options, groups, block_bytes):
-    plan = plan_in(PACKED, model, {**options, "memory": 1 << 36})
-    assert (len(plan.groups), plan.frame_bytes) == (groups, block_bytes)
+def test_the_rows_of_vllm_have_its_groups_and_blocks(model, options, sizes, block_bytes):
+    for row in OF_VLLM[1:] if model.startswith("deepseek") else OF_VLLM:
+        plan = plan_in(row, model, {**options, "memory": 1 << 36})
+        assert sorted(group.block_size for group in plan.groups) == sizes
+        assert plan.frame_bytes == block_bytes
 
 
 def test_the_picture_shows_a_layout_without_figures(tmp_path):
