@@ -20,11 +20,11 @@ PLACES = {
     "null": "null",
 }
 EXPLANATION = """\
-Means while requests wait; tokens that sequences share count for each, in distinct once. hits: of the prompt tokens.
-preempted: taken back for want of blocks. rows: what tokens in reach have; cached: what a prompt may find; tail:
-unfilled, or out of the window, within a block; padding: in pages; narrow: what only wider groups use of a block; in
-flight: only until the step is committed; partial: free places in frames of a group; null: the null frame; wasted: the
-last six before it.
+Means while requests wait, once the memory has filled; tokens that sequences share count for each, in distinct once.
+hits: of the prompt tokens. preempted: taken back for want of blocks. rows: what tokens in reach have; cached: what a
+prompt may find; tail: unfilled, or out of the window, within a block; padding: in pages; narrow: what only wider groups
+use of a block; in flight: only until the step is committed; partial: free places in frames of a group; null: the null
+frame; wasted: the last six before it.
 """
 
 

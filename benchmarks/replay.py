@@ -39,7 +39,7 @@ class Engine:
     tokens_per_decode: int = 8
     step_s: float = 0.025
     stored: str = "all"
-    sample_every: int = 6
+    sample_every: int = 3
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a replay held. Means are over the looks at a full pool, peaks over all looks.
+    """What a replay held. Means are over the looks while requests wait, once the pool has filled; peaks over all looks.
 
     Attributes:
         sequences, tokens: running at once and their tokens, shared ones once for each; mean and peak.
@@ -127,6 +127,7 @@ class Replay:
     found: int = 0
     generated: int = 0
     may_admit: bool = True
+    has_filled: bool = False
 
     @classmethod
     def of(cls, plan: CachePlan, requests: Sequence[Request], engine: Engine) -> "Replay":
@@ -182,6 +183,7 @@ class Replay:
             self.may_admit = True
             if self.waiting and self.waiting[0].request.arrival_s > self.now_s:  # nothing to do until then
                 self.num_ticks = math.ceil(self.waiting[0].request.arrival_s / self.tick_s)
+        self.has_filled |= len(self.running) == engine.max_running
         while self.may_admit and self.waiting and len(self.running) < engine.max_running:
             sequence = self.waiting[0]
             wanted = sum(self._wanted(each) for each in self.running if _is_prompt(each))
@@ -189,6 +191,7 @@ class Replay:
                 return
             prompt = sequence.tokens[: sequence.prompt_length]
             if self.running and not self._has_room(prompt):
+                self.has_filled = True
                 return
             opened = self.store.open([prompt])
             sequence.seq_id, cached = int(opened.seq_ids[0]), int(opened.cached_tokens[0])
@@ -279,6 +282,7 @@ class Replay:
             self.generated -= max(0, youngest.reached - youngest.request.prompt_tokens)
             return
         self.preempted += 1
+        self.has_filled = True
         self.may_admit = False  # until a sequence is done: it would only be taken back again
         self.waiting.appendleft(youngest)
 
@@ -305,7 +309,7 @@ class Replay:
         places = bytes_now(self.plan, batch, stats)
         if abs(places.total - self.plan.arena_bytes) > 1:
             raise WrongReplayError(f"expected places of {self.plan.arena_bytes} bytes in all, got {places.total}")
-        is_full = bool(self.waiting) and self.waiting[0].request.arrival_s <= self.now_s
+        is_full = self.has_filled and bool(self.waiting) and self.waiting[0].request.arrival_s <= self.now_s
         tokens, distinct = int(batch.seq_lens.sum()), distinct_tokens(self.plan, batch)
         self.looks.append(_Look(is_full, len(self.running), tokens, distinct, places))
 

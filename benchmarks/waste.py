@@ -120,11 +120,11 @@ def needed_blocks(group: CacheGroup, table: Ids, seq_lens: Ids) -> tuple[int, in
     ids = table[seq_idx, number % table.shape[1]]
     begins = np.maximum(first[seq_idx] - number * size, 0)
     ends = np.minimum(seq_lens[seq_idx] - number * size, size)
-    unique, at = np.unique(ids, return_inverse=True)
-    lowest, highest = np.full(len(unique), size), np.zeros(len(unique), np.int64)
-    np.minimum.at(lowest, at, begins)
-    np.maximum.at(highest, at, ends)
-    return len(unique), int((highest - lowest).sum())
+    lowest, highest = np.full(ids.max(initial=0) + 1, size), np.zeros(ids.max(initial=0) + 1, np.int64)
+    np.minimum.at(lowest, ids, begins)
+    np.maximum.at(highest, ids, ends)
+    is_held = highest > 0
+    return int(is_held.sum()), int((highest - lowest)[is_held].sum())
 
 
 def distinct_tokens(plan: CachePlan, batch: Batch) -> int:

@@ -89,6 +89,20 @@ def test_tokens_of_a_refused_request_are_not_due():
         short.run()
 
 
+def test_means_begin_when_the_pool_has_filled():
+    plan = plan_cache(FULL, num_frames=1 + 60)
+    requests = [Request(0.0, 64, 30) for _ in range(40)]  # of 4 to 6 blocks: ten of them, one more in each step
+    engine = Engine(tokens_per_step=64, tokens_per_decode=1, sample_every=1)
+    held = Replay.of(plan, requests, engine).run()
+    assert held.is_full
+    assert held.sequences[0] > 8
+    assert held.places.shares()["free"] + held.places.shares()["cached"] < 0.15
+    engine = Engine(tokens_per_step=256, tokens_per_decode=1, sample_every=1, max_running=4)
+    held = Replay.of(plan, requests, engine).run()  # as full as it gets, without a seat
+    assert held.is_full
+    assert held.sequences[0] == 4
+
+
 def test_distinct_tokens_count_shared_ones_once():
     plan = plan_cache(FULL | OTHERS["window"], num_frames=61, grouping="uniform", layout="overlay")
     store = KVStore(plan, None, max_sequences=8, max_length=512)
