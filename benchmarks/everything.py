@@ -1,6 +1,6 @@
 """All benchmarks one after the other, each in a process of its own: their tables, then what they took and missed.
 
-The figures of all go to one file. What takes long is run with `--quick` unless `--full` is given; the whole then takes
+The figures of all go to one file. What takes long is run in a short form unless `--full` is given; the whole then takes
 less than ten minutes on two slow cores.
 """
 
@@ -25,8 +25,14 @@ from benchmarks.record import FIELDS, INTERRUPTED, MET, Measure, Run, UsageError
 from benchmarks.tables import case_table
 
 NAMES = ("kernels", "store", "planner", "capacity", "engine", "families", "aot", "gpu")
-QUICK = ("capacity", "engine", "families", "aot")
-"""Run with `--quick` unless all are asked for in full."""
+SHORT = {
+    "engine": ("--quick",),
+    "families": ("--quick",),
+    "aot": ("--quick", "--targets", "sm_90,gfx942"),
+}
+"""How those that take longest are run unless all are asked for in full."""
+PATIENT = ("engine", "families")
+"""Run with threads that sleep while they wait: beside other work, waiting busily costs them ten times as long."""
 DRAWN = ("kernels", "store", "planner", "capacity")
 """Can draw their figures."""
 COLUMNS = {"seconds": "seconds", "figures": "figures", "missed": "missed", "status": "status"}
@@ -69,8 +75,8 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 def command_of(name: str, options: argparse.Namespace, then: Path | None) -> list[str]:
     """How a benchmark is called; where its figures go is added by who calls it."""
     command = [sys.executable, "-m", "benchmarks", name]
-    if options.quick or (name in QUICK and not options.full):
-        command.append("--quick")
+    short = SHORT.get(name, ()) if not options.full else ()
+    command += short or (("--quick",) if options.quick else ())
     if then is not None:
         command += ["--compare", str(then)]
     if options.plot is not None and name in DRAWN:
@@ -87,6 +93,8 @@ def run_one(run: Run, name: str, command: Sequence[str], file: Path) -> None:
         Console().print(f"[bold]== {name}[/]", highlight=False)
     sys.stdout.flush()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
+    if name in PATIENT:
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin, is_interrupted = time.perf_counter(), False
     with subprocess.Popen(
         [*command, "--json", str(file)],
@@ -156,7 +164,7 @@ def _make_folder(path: str) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("all", __doc__, "each with --quick, without targets of speed: does it run at all")
-    parser.add_argument("--full", action="store_true", help=f"{', '.join(QUICK)} in full too (an hour)")
+    parser.add_argument("--full", action="store_true", help=f"{', '.join(SHORT)} in full too (an hour)")
     for option, default, what in (("--only", None, "these alone, in this order"), ("--skip", (), "all but these")):
         parser.add_argument(
             option, type=names_of(NAMES), default=default, metavar="NAME,NAME", help=f"{what}; of {', '.join(NAMES)}"
