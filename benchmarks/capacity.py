@@ -47,6 +47,7 @@ LAYOUTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Rows of the tables. Those of OF_VLLM group as vLLM does (up to 0.26 with PR #44454, and since)."""
 
+USUAL = ("chat", "long")
 NUM_REQUESTS = {"chat": 400, "long": 100, "batch": 1000}
 NUM_SEQUENCES = {"chat": 64, "long": 8, "batch": 64}
 """Prompts of a mix that the usual memory holds."""
@@ -222,7 +223,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="names that kvstore plan --list shows, or paths",
     )
     parser.add_argument(
-        "--mixes", type=names_of(MIXES), default=("chat", "long"), metavar="NAME,NAME", help=f"of {', '.join(MIXES)}"
+        "--mixes", type=names_of(MIXES), metavar="NAME,NAME", help=f"of {', '.join(MIXES)} (default: {','.join(USUAL)})"
     )
     parser.add_argument(
         "--layouts",
@@ -234,24 +235,48 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trace", metavar="FILE", help="requests from a file, a JSON object on each line, in the place of mixes"
     )
-    parser.add_argument("--save-trace", metavar="FILE", help="write the requests of the one mix")
+    parser.add_argument("--save-trace", metavar="FILE", help="write the requests of a mix (--mixes NAME)")
     parser.add_argument("--requests", type=count, metavar="N", help="of each mix")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the mixes")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the mixes (default: 0)")
     parser.add_argument(
         "--rate", type=_positive, metavar="R", help="requests per second (default: all wait from the start)"
     )
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="as 64GiB (default: for --sequences)")
     parser.add_argument("--sequences", type=count, metavar="N", help="memory for so many prompts of the mix")
-    parser.add_argument("--max-running", type=count, default=1024, metavar="N", help="sequences at once")
-    parser.add_argument("--tokens-per-step", type=count, default=2048, metavar="N", help="new tokens of a step")
-    parser.add_argument("--tokens-per-decode", type=count, default=8, metavar="N", help="of a sequence that generates")
     parser.add_argument(
-        "--step-ms", type=_positive, default=25.0, metavar="MS", help="what a step takes; matters with arrivals"
+        "--max-running", type=count, default=1024, metavar="N", help="sequences at once (default: %(default)s)"
     )
     parser.add_argument(
-        "--stored", choices=("all", "tail"), default="all", help="rows of a prompt's chunk that windows store"
+        "--tokens-per-step", type=count, default=2048, metavar="N", help="new tokens of a step (default: %(default)s)"
     )
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--tokens-per-decode",
+        type=count,
+        default=8,
+        metavar="N",
+        help="of a sequence that generates (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=_positive,
+        default=25.0,
+        metavar="MS",
+        help="what a step takes; matters with arrivals (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stored",
+        choices=("all", "tail"),
+        default="all",
+        help="rows of a prompt's chunk that windows store (default: %(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    if options.trace is not None:
+        for name in ("mixes", "requests", "seed", "rate"):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name}: expected none with --trace, whose requests are as they are")
+    options.mixes = options.mixes or USUAL
+    options.seed = options.seed or 0
+    return options
 
 
 def _models(text: str) -> tuple[str, ...]:

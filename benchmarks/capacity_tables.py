@@ -108,5 +108,8 @@ def _show_remarks(console: Console, model: str, layouts: Mapping[str, Mapping[st
     for layout, figures in layouts.items():
         if "sequences" not in figures:
             console.print(f"  {layout}: {next(iter(figures.values())).value}", style="red", markup=False)
-        elif figures["refused"].value:
+            continue
+        if figures["refused"].value:
             console.print(f"  {layout}: {figures['refused'].value} requests do not fit even alone", style="yellow")
+        if figures["looks"].unit != "while full":
+            console.print(f"  {layout}: the memory is never full for long; means over all steps", style="yellow")

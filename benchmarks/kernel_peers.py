@@ -191,7 +191,7 @@ def _paged_cache(world: World) -> Contender:
     heads = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
     allocator: Any = FullAttentionCacheAllocator(
         index=0,
-        config=LlamaConfig(num_hidden_layers=1, hidden_size=shape.num_heads * shape.head_dim, vocab_size=2, **heads),
+        config=LlamaConfig(num_hidden_layers=1, hidden_size=shape.num_heads * shape.head_dim, **heads),
         num_key_value_heads=shape.kv_heads,
         cache_dtype=DTYPES[shape.dtype],
         page_size=shape.rows_per_block,

@@ -24,14 +24,16 @@ from benchmarks.options import count, names_of, new_parser
 from benchmarks.record import Measure, Run, UsageError, new_table, shown
 from benchmarks.timing import Timer, Times, matrix_rate
 
-ROUNDS, QUICK_ROUNDS = 9, 3
-COLD_ROUNDS, QUICK_COLD_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS = 7, 3
+COLD_ROUNDS, QUICK_COLD_ROUNDS = 3, 1
 PEERS: tuple[Peer, ...] = (*TORCH_PEERS, *GPU_PEERS)
 
 GATED_MOVES = tuple(Shape(op, "latent", 65_536, kv_heads=1, head_dim=576).name for op in ("write_rows", "gather_rows"))
 GATED_READS = tuple(
     Shape("mla_decode", "latent", rows, seqs, kv_heads=1, head_dim=576).name for rows, seqs in ((1024, 8), (8192, 1))
 )
+NOISY = 50
+"""Per cent of the median between the quartiles, from which on a time says little."""
 MIN_COPY_SHARE, MIN_READ_RATIO = 0.5, 1.0
 """On a CPU: time of a copy / time of the move; time of the fastest torch peer / time of the read."""
 
@@ -180,9 +182,17 @@ def show(console: Console, measures: Sequence[Measure], rounds: int) -> None:
     console.print(
         f"Median of {rounds} alternated rounds after a check of the result; +-: distance of the quartiles. Cold: none\n"
         "of the bytes in a cache. GB/s: bytes that the op must read and write. roofline: the longer of a copy of the\n"
-        "same bytes and the products at the matrix rate, over the time. / ours: its time over ours, warm.\n",
+        "same bytes and the products at the matrix rate, over the time. / ours: its time over ours, warm. On a CPU,\n"
+        "quantised rows are made and read by integer arithmetic in torch: a reference, not fast.\n",
         highlight=False,
     )
+    spreads = [float(figures["spread"].value) for figures in by_case.values() if "spread" in figures]
+    if num_noisy := sum(spread > NOISY for spread in spreads):
+        console.print(
+            f"{num_noisy} of {len(spreads)} times scatter by more than {NOISY} %: the machine was busy.\n",
+            style="yellow",
+            highlight=False,
+        )
 
 
 def _show_op(console: Console, op: str, cases: dict[str, dict[str, Measure]]) -> None:
@@ -191,7 +201,7 @@ def _show_op(console: Console, op: str, cases: dict[str, dict[str, Measure]]) ->
         table.add_column(column, no_wrap=True)
     for column in ("ms", "+- %", "GB/s", "cold ms", "cold GB/s", "roofline", "cold", "/ ours"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("differs")
+    table.add_column("remarks")
     previous = ""
     absent: dict[tuple[str, str], None] = {}  # the same for every shape
     for case, figures in cases.items():

@@ -215,7 +215,7 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 def show_comparison(
     console: Console, bench: str, measures: Sequence[Measure], old: Sequence[Mapping[str, Any]]
 ) -> None:
-    """A row for each figure that both runs have: then, now, now / then. Says on what other machine the old run was."""
+    """A row for each figure that both runs have, but for spreads. Says on what other machine the old run was."""
     then = {(line["case"], line["metric"]): line for line in old if line["bench"] == bench}
     now = {(each.case, each.metric): each for each in measures}
     table = new_table("Compared with the earlier run", (), ())
@@ -226,7 +226,7 @@ def show_comparison(
     num_equal = 0
     for key, each in now.items():
         line = then.get(key)
-        if line is None or line["unit"] != each.unit or each.case == "machine":
+        if line is None or line["unit"] != each.unit or each.case == "machine" or each.metric.endswith("spread"):
             continue
         if each.value == line["value"]:
             num_equal += 1

@@ -259,6 +259,11 @@ def test_tables_plot_and_trace(tmp_path, capsys):
     assert "trace: what is held" in capsys.readouterr().out
 
 
+def test_a_memory_that_is_never_full_is_said(capsys):
+    assert command.main(["capacity", *SMALL, "--layouts", "frames", "--memory", "2GiB"]) == 0
+    assert "frames: the memory is never full for long; means over all steps" in capsys.readouterr().out
+
+
 def test_layouts_that_hold_the_same_share_a_row():
     def figures(value, plan="1 groups"):
         measures = (Measure("", "sequences", value), Measure("", "plan", plan), Measure("", "tokens", 1200))
@@ -280,6 +285,8 @@ def test_layouts_that_hold_the_same_share_a_row():
         (["--models", "gemma-9"], "gemma-9"),
         (["--memory", "much"], "much"),
         (["--rate", "0"], "expected a number above 0, got '0'"),
+        (["--trace", "x.jsonl", "--rate", "3"], "--rate: expected none with --trace"),
+        (["--trace", "x.jsonl", "--mixes", "chat"], "--mixes: expected none with --trace"),
         (["--rate", "nan"], "expected a number above 0, got 'nan'"),
         (["--requests", "none"], "expected a whole number of at least 1, got 'none'"),
     ],

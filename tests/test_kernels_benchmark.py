@@ -245,6 +245,13 @@ def test_the_table_and_the_plot(tmp_path, capsys):
     assert "<!-- transformers DynamicCache, kv bf16 -->" in drawn
 
 
+@pytest.mark.parametrize(("seconds", "said"), [((1.0, 1.0), False), ((1.0, 9.0), True)])
+def test_times_that_scatter_are_said(seconds, said, capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.timing.Timer.warm", lambda self, calls, *_: [Times(seconds)] * len(calls))
+    assert command.main(["kernels", "--quick", "--ops", "pack_blocks", "--no-peers"]) == 0
+    assert ("2 of 2 times scatter by more than 50 %" in capsys.readouterr().out) == said
+
+
 def test_shapes_from_a_file(tmp_path, capsys):
     path = tmp_path / "shapes.jsonl"
     path.write_text(to_lines(TINY), encoding="utf-8")
