@@ -49,6 +49,9 @@ def main(arguments: list[str]) -> int:
         except UsageError as error:
             print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:  # before or after anything is measured
+            print(f"python -m benchmarks {name}: interrupted", file=sys.stderr)
+            return 130
     known = "\n".join(f"  {known:<8} {what}" for known, (_, what) in BENCHMARKS.items())
     if name in ("-h", "--help"):
         print(f"usage: python -m benchmarks NAME [options]\n\n{known}\n\nNAME --help shows the options of one.")

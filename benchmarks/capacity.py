@@ -51,6 +51,9 @@ USUAL = ("chat", "long")
 NUM_REQUESTS = {"chat": 400, "long": 100, "batch": 1000}
 NUM_SEQUENCES = {"chat": 64, "long": 8, "batch": 64}
 """Prompts of a mix that the usual memory holds."""
+LEAST = 1e-4
+"""Of requests per second and of milliseconds."""
+MAX_RUNNING = 65_536
 OF_FILE = "trace"
 """What a mix from a file is called."""
 
@@ -237,14 +240,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--save-trace", metavar="FILE", help="write the requests of a mix (--mixes NAME)")
     parser.add_argument("--requests", type=count, metavar="N", help="of each mix")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the mixes (default: 0)")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="of the mixes (default: 0)")
     parser.add_argument(
         "--rate", type=_positive, metavar="R", help="requests per second (default: all wait from the start)"
     )
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="as 64GiB (default: for --sequences)")
     parser.add_argument("--sequences", type=count, metavar="N", help="memory for so many prompts of the mix")
     parser.add_argument(
-        "--max-running", type=count, default=1024, metavar="N", help="sequences at once (default: %(default)s)"
+        "--max-running", type=_seats, default=1024, metavar="N", help="sequences at once (default: %(default)s)"
     )
     parser.add_argument(
         "--tokens-per-step", type=count, default=2048, metavar="N", help="new tokens of a step (default: %(default)s)"
@@ -294,8 +297,21 @@ def _positive(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    if not LEAST <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number from {LEAST} on, got {text!r}")
+    return number
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got {text!r}")
+    return int(text)
+
+
+def _seats(text: str) -> int:
+    number = count(text)
+    if number > MAX_RUNNING:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_RUNNING:,}, got {text!r}")
     return number
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -27,8 +28,8 @@ LAYERS_OF_BLOCK = 4
 class Contender:
     """One way to do a case's work.
 
-    `call` does it once; `results` are looked at after a call and compared with `expected`. `differs`: in what it is not
-    the same work.
+    `call` does it once; `results` are looked at after a call and compared with `expected`. `reset` takes away what an
+    earlier call has left. `differs`: in what it is not the same work.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Contender:
     results: Callable[[], Sequence[torch.Tensor]]
     expected: Callable[[], Expected]
     differs: str = ""
+    reset: Call = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,11 @@ def _write(world: World) -> Case:
         world.rows.num_bytes + world.slots.nbytes,
         0,
         Contender(
-            OURS, lambda: write_rows(view, world.slots, *parts), lambda: [_blocks(view, world.num_blocks)], expected
+            OURS,
+            lambda: write_rows(view, world.slots, *parts),
+            lambda: [_blocks(view, world.num_blocks)],
+            expected,
+            reset=view.memory.zero_,
         ),
     )
 
@@ -84,6 +90,7 @@ def _gather(world: World) -> Case:
         lambda: gather_rows(view, world.block_table, world.cu_row_lens, num_rows=num_rows, out=out),
         lambda: out,
         lambda: [(part, None) for part in world.rows.read],
+        reset=partial(_spoil, *out),
     )
     return Case(world.shape, world.rows.num_bytes, 0, ours)
 
@@ -107,7 +114,7 @@ def _read(world: World) -> Case:
         def call() -> object:
             return decode(view, world.block_table, world.row_lens, query, **given)
 
-    return Case(shape, *_read_work(world), Contender(OURS, call, lambda: (out, lse), world.attention))
+    return Case(shape, *_read_work(world), _reader(world, call, out, lse))
 
 
 def _step(world: World) -> Case:
@@ -116,8 +123,7 @@ def _step(world: World) -> Case:
     view = world.view(filled=True)
     last = torch.arange(1, shape.num_seqs + 1, device=world.device) * shape.rows - 1
     new, slots = [part[last].contiguous() for part in world.rows.parts], world.slots[last].contiguous()
-    for part in range(2):
-        view.tensor("kv"[part])[slots // shape.rows_per_block, slots % shape.rows_per_block] = 0
+    blocks, within = slots // shape.rows_per_block, slots % shape.rows_per_block
     out = torch.zeros_like(query)
     lse = torch.zeros(shape.num_seqs, shape.num_heads, device=world.device)
 
@@ -125,9 +131,25 @@ def _step(world: World) -> Case:
         write_rows(view, slots, *new)
         gqa_decode(view, world.block_table, world.row_lens, query, softmax_scale=world.softmax_scale, out=out, lse=lse)
 
+    def reset() -> None:
+        for part in ("k", "v"):
+            view.tensor(part)[blocks, within] = 0
+        _spoil(out, lse)
+
     num_bytes, num_flops = _read_work(world)
     num_bytes += 2 * sum(part.nbytes for part in new)
-    return Case(shape, num_bytes, num_flops, Contender(OURS, call, lambda: (out, lse), world.attention))
+    ours = Contender(OURS, call, lambda: (out, lse), world.attention, reset=reset)
+    return Case(shape, num_bytes, num_flops, ours)
+
+
+def _reader(world: World, call: Call, out: torch.Tensor, lse: torch.Tensor) -> Contender:
+    return Contender(OURS, call, lambda: (out, lse), world.attention, reset=partial(_spoil, out, lse))
+
+
+def _spoil(*results: torch.Tensor) -> None:
+    """Fills them with NaN."""
+    for each in results:
+        each.fill_(torch.nan)
 
 
 def _read_work(world: World) -> tuple[int, int]:
@@ -147,7 +169,13 @@ def _copy_blocks(world: World) -> Case:
     src, dst = world.order[:half], world.order[half : 2 * half]
     wanted = blocks.clone()
     wanted[dst] = wanted[src]
-    ours = Contender(OURS, lambda: copy_blocks(views, src, dst), lambda: [blocks], lambda: [(wanted, None)])
+    ours = Contender(
+        OURS,
+        lambda: copy_blocks(views, src, dst),
+        lambda: [blocks],
+        lambda: [(wanted, None)],
+        reset=lambda: blocks.index_fill_(0, dst, 0),
+    )
     return Case(world.shape, 2 * blocks[:half].nbytes, 0, ours)
 
 
@@ -157,7 +185,9 @@ def _pack_blocks(world: World) -> Case:
     block_ids = world.order[: world.num_blocks // 2]
     wanted = blocks[block_ids]
     out = torch.zeros_like(wanted)
-    ours = Contender(OURS, lambda: pack_blocks(views, block_ids, out), lambda: [out], lambda: [(wanted, None)])
+    ours = Contender(
+        OURS, lambda: pack_blocks(views, block_ids, out), lambda: [out], lambda: [(wanted, None)], reset=out.zero_
+    )
     return Case(world.shape, 2 * wanted.nbytes, 0, ours)
 
 

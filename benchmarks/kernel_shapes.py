@@ -25,6 +25,7 @@ FORMATS_OF = {
 }
 """Op -> the formats whose results can be checked. decode_step: write_rows of a token for each sequence + gqa_decode."""
 READS = ("mla_decode", "gqa_decode", "sparse_mla_decode", "decode_step")
+ROPE = 64
 LISTED = 2048
 """Rows that a query of sparse_mla_decode lists at most."""
 
@@ -54,8 +55,10 @@ class Shape:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        for name, known in (("op", tuple(FORMATS_OF)), ("format", FORMATS_OF.get(self.op, ())), ("dtype", (*DTYPES,))):
-            if getattr(self, name) not in known:
+        formats = FORMATS_OF.get(self.op, ()) if isinstance(self.op, str) else ()
+        dtypes = ("bf16",) if self.format in QUANTISED else tuple(DTYPES)
+        for name, known in (("op", tuple(FORMATS_OF)), ("format", formats), ("dtype", dtypes)):
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
         for field in fields(self):
             value = getattr(self, field.name)
@@ -63,7 +66,9 @@ class Shape:
                 raise ValueError(f"{field.name}: expected a whole number of at least 1, got {value!r}")
         if self.rows % self.rows_per_block:
             raise ValueError(f"rows: expected a multiple of rows_per_block = {self.rows_per_block}, got {self.rows}")
-        if self.op == "gqa_decode" and self.num_heads % self.kv_heads:
+        if self.format == "latent" and self.head_dim <= ROPE:
+            raise ValueError(f"head_dim: expected more than the {ROPE} columns without V, got {self.head_dim}")
+        if self.op in ("gqa_decode", "decode_step") and self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads: expected a multiple of kv_heads = {self.kv_heads}, got {self.num_heads}")
         if self.op in ("copy_blocks", "pack_blocks") and self.num_rows // self.rows_per_block < 2:
             raise ValueError(f"rows: expected at least two blocks of {self.rows_per_block}, got {self.num_rows}")
@@ -79,7 +84,7 @@ class Shape:
         if self.format == "kv":
             return kv_format(self.kv_heads, self.head_dim, dtype=DTYPES[self.dtype])
         if self.format == "latent":
-            return latent_format(self.head_dim, self.head_dim - 64, DTYPES[self.dtype])
+            return latent_format(self.head_dim, self.head_dim - ROPE, DTYPES[self.dtype])
         return fp8_ds_mla_format() if self.format == "fp8_ds_mla" else dsv4_format()
 
     @property
@@ -147,7 +152,7 @@ def read_shapes(path: str) -> list[Shape]:
 def _shape(text: str, where: str) -> Shape:
     try:
         record: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: expected a JSON object with {_known()}, got {text!r:.60}: {error}") from error
     if not isinstance(record, dict):
         raise UsageError(f"{where}: expected a JSON object with {_known()}, got {text!r:.60}")

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from benchmarks.kernel_cases import COPY, OURS, Case, Contender, case_of, copy_of
-from benchmarks.kernel_data import World, difference
+from benchmarks.kernel_data import Expected, World, difference
 from benchmarks.kernel_peers import TORCH_PEERS, Absent, Peer, contenders
 from benchmarks.kernel_peers_gpu import GPU_PEERS
 from benchmarks.kernel_shapes import FORMATS_OF, Shape, default_shapes, read_shapes
@@ -55,18 +56,26 @@ def measure_shape(shape: Shape, bench: Bench) -> Iterator[Measure]:
     device = bench.timer.device
     world = World(shape, device)
     case = case_of(world)
-    if (wrong := check(case.ours)) is not None:
-        yield Measure(shape.name, "difference", *wrong, 0 if wrong[1] == "B" else 1, False)
+    expected = case.ours.expected()  # before anything runs: an op that changes its inputs cannot change this
+    if (wrong := check(case.ours, expected)) is not None:
+        yield _difference(shape, wrong)
         return
     found = [_checked(each) for each in contenders(world, bench.peers)]
     running = [each for each in found if isinstance(each, Contender)]
     calls = [case.ours.call, copy_of(case.num_bytes, device), *(peer.call for peer in running)]
     warm = bench.timer.warm(calls, bench.rounds, lambda: None)
     cold = bench.timer.cold(calls[:2], bench.cold_rounds)
+    wrong = difference(case.ours.results(), expected) or check(case.ours, expected)
+    if wrong is not None:  # right at first, and not while it was timed
+        yield _difference(shape, wrong)
+        return
     yield from ours(case, warm[0], cold[0], (warm[1], cold[1]), bench.flops_per_s)
     yield from _figures(f"{shape.name} | {COPY}", case.num_bytes, warm[1], cold[1])
-    for peer, times in zip(running, warm[2:], strict=True):
-        name = f"{shape.name} | {peer.name}"
+    for number, peer in enumerate(running):
+        name, times = f"{shape.name} | {peer.name}", warm[2 + number]
+        if (wrong := difference(peer.results(), peer.expected())) is not None:
+            yield Measure(name, "absent", f"wrong when it was timed: differs by {wrong[0]:g} {wrong[1]}")
+            continue
         yield from _figures(name, case.num_bytes, times, None)
         yield Measure(name, "ratio", _digits(times.median / warm[0].median), "x")
         if peer.differs:
@@ -78,10 +87,15 @@ def measure_shape(shape: Shape, bench: Bench) -> Iterator[Measure]:
         yield from gates(shape, warm, [peer.name for peer in running])
 
 
-def check(contender: Contender) -> tuple[float, str] | None:
-    """What is wrong with the result of a call, None where nothing is."""
+def check(contender: Contender, expected: Expected) -> tuple[float, str] | None:
+    """What is wrong with the result of a call that finds none there, None where nothing is."""
+    contender.reset()
     contender.call()
-    return difference(contender.results(), contender.expected())
+    return difference(contender.results(), expected)
+
+
+def _difference(shape: Shape, wrong: tuple[float, str]) -> Measure:
+    return Measure(shape.name, "difference", *wrong, 0 if wrong[1] == "B" else 1, False)
 
 
 def _checked(peer: Contender | Absent) -> Contender | Absent:
@@ -89,7 +103,7 @@ def _checked(peer: Contender | Absent) -> Contender | Absent:
     if isinstance(peer, Absent):
         return peer
     try:
-        wrong = check(peer)
+        wrong = check(peer, peer.expected())
     except Exception as error:  # another version of it, say
         return Absent(peer.name, f"failed: {type(error).__name__}: {error}"[:200])
     return peer if wrong is None else Absent(peer.name, f"wrong: differs by {wrong[0]:g} {wrong[1]}")
@@ -144,18 +158,21 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(options.threads)
     shapes = read_shapes(options.shapes) if options.shapes else default_shapes(options.quick, device.type == "cuda")
     shapes = [shape for shape in shapes if shape.op in options.ops]
+    if not shapes:
+        raise UsageError(f"--ops: expected an op that a shape has, got {', '.join(options.ops)}")
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
     with Run("kernels", options) as run:
         bench = Bench(
             Timer(device),
             matrix_rate(device),
-            QUICK_ROUNDS if options.quick else ROUNDS,
+            rounds,
             QUICK_COLD_ROUNDS if options.quick else COLD_ROUNDS,
             not options.quick,
             () if options.no_peers else PEERS,
         )
         run.add([Measure("machine", "matrix_rate", round(bench.flops_per_s / 1e9), "GFLOP/s")])
         run.measure([(shape.name, partial(measure_shape, shape, bench)) for shape in shapes])
-    return run.finish(partial(show, rounds=bench.rounds), draw)
+    return run.finish(partial(show, rounds=rounds), draw)
 
 
 def draw(measures: Sequence[Measure], path: Path) -> None:
@@ -213,10 +230,12 @@ def _show_op(console: Console, op: str, cases: dict[str, dict[str, Measure]]) ->
         previous = shape
         if "difference" in figures:
             wrong = figures["difference"]
-            table.add_row(label, OURS, *[""] * 8, f"[red]wrong: differs by {shown(wrong.value)} {wrong.unit}[/]")
+            table.add_row(
+                label, OURS, *[""] * 8, f"[red]wrong: differs by {shown(wrong.value)} {escape(wrong.unit)}[/]"
+            )
             continue
         if "wrong" in figures:
-            table.add_row(label, OURS, *[""] * 8, f"[red]{figures['wrong'].value}[/]")
+            table.add_row(label, OURS, *[""] * 8, f"[red]{escape(str(figures['wrong'].value))}[/]")
             continue
         metrics = ("time", "spread", "bandwidth", "cold_time", "cold_bandwidth", "roofline", "cold_roofline", "ratio")
         cells = [shown(figures[metric].value) if metric in figures else "" for metric in metrics]

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +16,15 @@ from typing import Any, Self, TextIO
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.machine import facts
 
 Value = int | float | str | bool
+MOST = 1e300
+"""A figure that is larger is none."""
 FIELDS = ("bench", "case", "metric", "value", "unit", "target", "ok")
 WIDTH = 150
 """Columns of a table that goes to no terminal."""
@@ -78,6 +82,8 @@ class Run:
         if options.plot is not None:
             _check_plot(Path(options.plot))
         self._old = None if options.compare is None else read_lines(options.compare)
+        if options.csv is not None and options.csv == options.json:
+            raise UsageError(f"--json and --csv: expected two files, got {options.csv!r} twice")
         self._json = None if options.json is None or self.to_stdout else _open(options.json)
         self._csv = None if options.csv is None else _open(options.csv)
         if self._csv is not None:
@@ -106,13 +112,17 @@ class Run:
     def keep(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Writes figures as `--json` has them, those of another benchmark too."""
         for fields in lines:
+            text = json.dumps({name: _json_value(value) for name, value in fields.items()}, allow_nan=False)
             if self.to_stdout:
-                print(json.dumps(fields), flush=True)
-            if self._json is not None:
-                print(json.dumps(fields), file=self._json, flush=True)
-            if self._csv is not None:
-                self._writer.writerow({name: fields.get(name) for name in FIELDS})
-                self._csv.flush()
+                print(text, flush=True)
+            try:
+                if self._json is not None:
+                    print(text, file=self._json, flush=True)
+                if self._csv is not None:
+                    self._writer.writerow({name: fields.get(name) for name in FIELDS})
+                    self._csv.flush()
+            except OSError as error:
+                raise UsageError(f"cannot write the figures: {error.strerror}") from error
 
     def measure(self, parts: Sequence[Part]) -> None:
         """Runs parts one after the other, with a progress bar."""
@@ -126,7 +136,9 @@ class Run:
         """Runs a part; where it fails the error is kept, and no figure behind it."""
         try:
             self.add(part())
-        except Exception as error:  # whatever it is, the other parts have their say
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever it is, the other parts have their say
             self.add([failure(label, error)])
 
     @contextmanager
@@ -149,7 +161,7 @@ class Run:
         """
         if not self.to_stdout:
             console = wide_console()
-            console.print(header(self.machine), highlight=False)
+            console.print(header(self.machine), highlight=False, markup=False)
             show(console, self.measures)
             if self._old is not None:
                 show_comparison(console, self.bench, [*self.machine, *self.measures], self._old)
@@ -165,7 +177,7 @@ class Run:
         return MISSED if missed else MET
 
 
-def failure(label: str, error: Exception) -> Measure:
+def failure(label: str, error: BaseException) -> Measure:
     """What stands in the place of a part's figures when it fails."""
     return Measure(label, "wrong", f"{type(error).__name__}: {error}"[:500], "", "a right result", False)
 
@@ -204,11 +216,18 @@ def read_lines(path: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise UsageError(f"--compare: cannot read {path!r}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--compare: expected a file that --json has written, got {path!r}: {error}") from error
     for line in lines:
         if not isinstance(line, dict) or not set(FIELDS[:5]) <= line.keys():
             raise UsageError(f"--compare: expected lines with {', '.join(FIELDS[:5])} in {path!r}, got {line!r:.80}")
+        is_named = all(isinstance(line[name], str) for name in ("bench", "case", "metric", "unit"))
+        if (
+            not is_named
+            or not isinstance(line["value"], Value)
+            or (is_number(line["value"]) and abs(line["value"]) > MOST)
+        ):
+            raise UsageError(f"--compare: expected names and a figure in each line of {path!r}, got {line!r:.80}")
     return lines
 
 
@@ -232,9 +251,11 @@ def show_comparison(
             num_equal += 1
         elif is_number(each.value) and is_number(line["value"]):
             ratio = f"{each.value / line['value']:.3f}" if line["value"] else "-"
-            table.add_row(*key, each.unit, shown(line["value"]), shown(each.value), ratio)
+            table.add_row(*map(escape, key), each.unit, shown(line["value"]), shown(each.value), ratio)
         else:
-            table.add_row(*key, each.unit, shown(line["value"]), shown(each.value), "differs")
+            table.add_row(
+                *map(escape, key), each.unit, escape(shown(line["value"])), escape(shown(each.value)), "differs"
+            )
     console.print(table)
     for (case, metric), line in then.items():
         if (
@@ -243,7 +264,7 @@ def show_comparison(
             and (case, metric) in now
             and now[case, metric].value != line["value"]
         ):
-            console.print(f"other {metric} then: {line['value']}", style="yellow", highlight=False)
+            console.print(f"other {metric} then: {line['value']}", style="yellow", highlight=False, markup=False)
     gone, new = then.keys() - now.keys(), now.keys() - then.keys()
     console.print(
         f"{num_equal} figures are equal, {len(gone)} were only then, {len(new)} are only now\n", highlight=False
@@ -260,6 +281,11 @@ def shown(value: Value) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _json_value(value: Any) -> Any:
+    """What strict readers of JSON take: infinity and NaN as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _open(path: str) -> TextIO:

@@ -31,7 +31,7 @@ class Engine:
             calls, which holds a little more in flight. Prompts go on by as many steps meanwhile.
         step_s: seconds of a step, for requests that arrive later than the first.
         stored: as `KVStore` has it: "tail" keeps of a chunk of a prompt only the rows that windows will read.
-        sample_every: steps between two looks at the bytes.
+        sample_every: busy ticks from one look at the bytes to the next.
     """
 
     max_running: int = 1024
@@ -121,6 +121,7 @@ class Replay:
     running: list[Served] = field(default_factory=list)
     looks: list[_Look] = field(default_factory=list)
     num_ticks: int = 0
+    num_busy: int = 0
     preempted: int = 0
     refused: int = 0
     asked: int = 0
@@ -234,7 +235,8 @@ class Replay:
 
     def _tick(self) -> None:
         """As many steps as a decode has tokens: all go on in the first, prompts alone in the others."""
-        self._advance(self.running, looks=self.num_ticks % self.engine.sample_every == 0)
+        self._advance(self.running, looks=self.num_busy % self.engine.sample_every == 0)
+        self.num_busy += 1
         for _ in range(self.engine.tokens_per_decode - 1):
             self._admit()
             prompts = [each for each in self.running if _is_prompt(each)]

@@ -17,6 +17,7 @@ VOCABULARY = 50_000
 HASH_TOKENS = 512
 """Tokens that an id of `hash_ids` stands for, as in Mooncake's traces."""
 MAX_TOKENS = 1 << 20
+MAX_SECONDS = 10**9
 
 Tokens = npt.NDArray[np.int32]
 
@@ -43,8 +44,9 @@ class Request:
     hash_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.arrival_s, bool) or not isinstance(self.arrival_s, int | float) or not self.arrival_s >= 0:
-            raise ValueError(f"arrival_s: expected seconds from 0 on, got {self.arrival_s!r}")
+        is_number = isinstance(self.arrival_s, int | float) and not isinstance(self.arrival_s, bool)
+        if not is_number or not 0 <= self.arrival_s <= MAX_SECONDS:
+            raise ValueError(f"arrival_s: expected seconds from 0 to {MAX_SECONDS:,}, got {self.arrival_s!r:.40}")
         for name, least in (("prompt_tokens", 1), ("output_tokens", 1), ("prefix_tokens", 0)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MAX_TOKENS:
@@ -72,7 +74,7 @@ class Request:
 
 def _stream(name: str, count: int) -> Tokens:
     """The first tokens of an endless text that a name stands for."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    seed = int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8], "little")
     return (np.random.PCG64(seed).random_raw(count) % VOCABULARY).astype(np.int32)
 
 
@@ -173,7 +175,7 @@ def _request(text: str, where: str) -> Request:
     known = [field.name for field in fields(Request)]
     try:
         record: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: expected a JSON object, got {text!r:.60}: {error}") from error
     if not isinstance(record, dict):
         raise UsageError(f"{where}: expected a JSON object, got {text!r:.60}")
@@ -195,8 +197,8 @@ def _request(text: str, where: str) -> Request:
 
 def _from_mooncake(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """timestamp in milliseconds, input_length, output_length, hash_ids."""
-    if type(record["timestamp"]) is not int:
-        raise UsageError(f"{where}: timestamp: expected whole milliseconds, got {record['timestamp']!r}")
+    if type(record["timestamp"]) is not int or abs(record["timestamp"]) > 1000 * MAX_SECONDS:
+        raise UsageError(f"{where}: timestamp: expected whole milliseconds, got {record['timestamp']!r:.40}")
     return {
         "arrival_s": record["timestamp"] / 1000,
         "prompt_tokens": record["input_length"],

@@ -1,6 +1,7 @@
 """`kvstore bench`: the benchmarks of a checkout. They are not part of the installed package."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,12 +23,25 @@ def main(arguments: Sequence[str]) -> int:
         return BAD_USAGE
     paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    try:
-        # -P: a folder `benchmarks` of the user's own is not taken for that of the checkout.
-        status = subprocess.call([sys.executable, "-P", "-m", "benchmarks", *arguments], env=environment)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    # -P: a folder `benchmarks` of the user's own is not taken for that of the checkout.
+    with subprocess.Popen([sys.executable, "-P", "-m", "benchmarks", *arguments], env=environment) as child:
+        before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        try:
+            status = _wait(child)
+        finally:
+            signal.signal(signal.SIGTERM, before)
     return status if status >= 0 else 128 - status
+
+
+def _wait(child: "subprocess.Popen[bytes]") -> int:
+    """Its exit status. Ctrl-C in a terminal reaches it as well; it prints what it has measured, and ends."""
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        if os.getpgid(child.pid) != os.getpgrp() or not sys.stdin.isatty():
+            child.send_signal(signal.SIGINT)  # it came here alone
+        child.wait()
+        return INTERRUPTED
 
 
 def find_checkout() -> Path | None:

@@ -71,7 +71,7 @@ def extend(books: Books, seq_ids: Any, num_new_tokens: Any, pad_to: int | None =
     try:
         taken, new_blocks = _take(books, kinds)
     except OutOfBlocks as error:
-        raise judged(error, books, roster.ids, rows, ends, kinds) from None
+        raise judged(error, books, roster.ids, rows, starts, ends, kinds) from None
 
     step = Step(
         books, books.next_serial, roster.ids, rows, starts, counts, ends, roster, roster.num_extends, num_tokens,

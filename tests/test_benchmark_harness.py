@@ -102,6 +102,9 @@ def test_the_comparison_has_a_ratio_for_each_row_and_names_another_machine(tmp_p
     assert "3 figures are equal, 0 were only then, 0 are only now" in shown
 
 
+HOSTILE = '{"bench": "store", "case": %s, "metric": "min", "value": %s, "unit": "us"}'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -109,8 +112,11 @@ def test_the_comparison_has_a_ratio_for_each_row_and_names_another_machine(tmp_p
         ("not json", "--compare: expected a file that --json has written, got "),
         ('{"case": "a"}', "--compare: expected lines with bench, case, metric, value, unit in "),
         ("[1]", "--compare: expected lines with bench, case, metric, value, unit in "),
+        (HOSTILE % ('"a"', "1" + "0" * 400), "--compare: expected names and a figure in each line of "),
+        (HOSTILE % ('["a"]', 1), "--compare: expected names and a figure in each line of "),
+        ("[" * 100_000, "--compare: expected a file that --json has written, got "),
     ],
-    ids=["missing", "text", "fields", "list"],
+    ids=["missing", "text", "fields", "list", "huge", "unnamed", "deep"],
 )
 def test_a_bad_file_to_compare_with_is_one_line_and_status_2(text, said, tmp_path, capsys):
     path = tmp_path / "then.jsonl"
@@ -312,3 +318,20 @@ def test_a_signal_stops_all_and_keeps_what_was_measured(number, tmp_path):
     summary = [" ".join(line.split()) for line in out.partition("All benchmarks")[2].splitlines()]
     assert any(line.startswith("planner ") and line.endswith(" 3 1 130 missed") for line in summary)
     assert [line["case"] for line in lines_of(path) if line["bench"] == "planner"] == ["machine", "a", "b", "c"]
+
+
+def test_two_files_of_one_name_and_a_full_disk(tmp_path, capsys):
+    path = str(tmp_path / "figures")
+    assert command.main(["store", "--quick", "--json", path, "--csv", path]) == 2
+    assert "--json and --csv: expected two files, got" in capsys.readouterr().err
+    assert command.main(["store", "--quick", "--json", "/dev/full"]) == 2
+    assert "cannot write the figures: No space left on device" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_benchmark_is_loaded(capsys, monkeypatch):
+    def main(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.store.main", main)
+    assert command.main(["store"]) == 130
+    assert capsys.readouterr().err == "python -m benchmarks store: interrupted\n"

@@ -139,3 +139,12 @@ def test_the_picture_shows_a_layout_without_figures(tmp_path):
     draw_places([Measure("model, chat, buckets", "absent", "why")], path)
     assert "<!-- buckets -->" in path.read_text(encoding="utf-8")
     assert "<!-- absent -->" in path.read_text(encoding="utf-8")
+
+
+def test_requests_that_come_between_two_looks_are_seen():
+    plan = plan_cache({"layers.0.attn": full_attention(2, 64)}, num_frames=101)
+    requests = [Request(0.2 + 0.6 * number, 800, 8) for number in range(30)]
+    held = Replay.of(plan, requests, Engine()).run()
+    assert held.refused == 0
+    assert held.sequences == (1.0, 1)
+    assert held.places.rows > 0

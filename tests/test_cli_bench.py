@@ -1,7 +1,10 @@
 """`kvstore bench`: finds the benchmarks of a checkout, runs them in the user's folder, says where they are missing."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,10 +83,31 @@ def test_a_benchmark_that_a_signal_ends_has_the_status_of_a_shell(installed):
     assert cli.main(["bench"]) == 128 + 15
 
 
-def test_an_interrupt_ends_it_without_a_traceback(installed, monkeypatch):
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
+WAITS = """import os, signal, sys, time
+try:
+    open("child", "w").write(str(os.getpid()))
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.6)  # what was measured is printed
+    open("kept", "w").write("figures")
+    sys.exit(130)
+"""
 
-    make_checkout(installed, "")
-    monkeypatch.setattr(subprocess, "call", interrupted)
-    assert cli.main(["bench"]) == 130
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_benchmark_and_is_waited_for(number, installed):
+    make_checkout(installed, WAITS)
+    code = f"import sys; from kvstore import bench; bench.__file__ = {bench.__file__!r}; sys.exit(bench.main([]))"
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=installed, env=environment, stdin=subprocess.DEVNULL
+    ) as run:
+        name = installed / "child"
+        while not (name.exists() and name.read_text()):
+            time.sleep(0.05)
+        run.send_signal(number)
+        status = run.wait(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(name.read_text()), 0)
+    assert status == (130 if number == signal.SIGINT else 128 + signal.SIGTERM)
+    assert (installed / "kept").exists() == (number == signal.SIGINT)

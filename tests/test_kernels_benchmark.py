@@ -195,6 +195,61 @@ def test_a_broken_kernel_yields_no_speed(break_op, capsys, monkeypatch):
         assert f"missed: {name}: " in said.err
 
 
+def test_a_kernel_that_is_right_only_once_yields_no_speed(capsys, monkeypatch):
+    gather, calls = kernel_cases.gather_rows, []
+
+    def gather_rows(*args, **options):
+        calls.append(1)
+        return gather(*args, **options) if len(calls) % 50 == 1 else None
+
+    monkeypatch.setattr(kernel_cases, "gather_rows", gather_rows)
+    monkeypatch.setattr(kernels, "default_shapes", lambda *_: [TINY[4]])
+    status, figures = run(capsys, "--no-peers")
+    assert status == 1
+    assert [metric for case, metric in figures if case == TINY[4].name] == ["difference"]
+
+
+def test_a_kernel_that_changes_what_it_reads_yields_no_speed(capsys, monkeypatch):
+    decode = kernel_cases.gqa_decode
+
+    def gqa_decode(view, *args, **options):
+        result = decode(view, *args, **options)
+        view.memory.zero_()
+        return result
+
+    monkeypatch.setattr(kernel_cases, "gqa_decode", gqa_decode)
+    monkeypatch.setattr(kernels, "default_shapes", lambda *_: [TINY[9]])
+    status, figures = run(capsys, "--no-peers")
+    assert status == 1
+    assert [metric for case, metric in figures if case == TINY[9].name] == ["difference"]
+
+
+def test_a_write_that_empties_its_input_instead_yields_no_speed(capsys, monkeypatch):
+    monkeypatch.setattr(kernel_cases, "write_rows", lambda view, slots, *parts: [part.zero_() for part in parts])
+    status, figures = run(capsys, "--no-peers", "--ops", "write_rows")
+    assert status == 1
+    assert {metric for case, metric in figures if case == TINY[0].name} == {"difference"}
+
+
+@pytest.mark.parametrize("error", [ValueError("odd [/x] text"), SystemExit(0)], ids=["brackets", "exit"])
+def test_whatever_a_kernel_raises_is_told(error, capsys, monkeypatch):
+    def pack_blocks(*_):
+        raise error
+
+    monkeypatch.setattr(kernel_cases, "pack_blocks", pack_blocks)
+    assert command.main(["kernels", "--quick", "--ops", "pack_blocks"]) == 1
+    assert f"{type(error).__name__}: {error}" in capsys.readouterr().out
+
+
+def test_ctrl_c_before_anything_is_measured(capsys, monkeypatch):
+    def matrix_rate(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "matrix_rate", matrix_rate)
+    assert command.main(["kernels", "--quick"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
 def test_one_bit_is_one_byte_of_difference(capsys, monkeypatch):
     one_bit_off(monkeypatch)
     _, figures = run(capsys, "--ops", "write_rows")
@@ -276,6 +331,10 @@ def test_shapes_from_a_file(tmp_path, capsys):
         ('{"op": "write_rows", "format": "kv", "rows": 70}', "expected a multiple of rows_per_block = 64, got 70"),
         ('{"op": "write_rows", "format": "kv", "rows": 64, "dtype": "int"}', "dtype: expected one of bf16, fp16, fp32"),
         ('{"op": "gqa_decode", "format": "kv", "rows": 64, "num_heads": 9}', "expected a multiple of kv_heads = 8"),
+        ('{"op": ["x"], "format": "kv", "rows": 64}', "op: expected one of write_rows"),
+        ('{"op": "write_rows", "format": "latent", "rows": 64, "head_dim": 64}', "expected more than the 64 columns"),
+        ('{"op": "decode_step", "format": "kv", "rows": 64, "num_heads": 9}', "expected a multiple of kv_heads = 8"),
+        ('{"op": "mla_decode", "format": "dsv4", "rows": 64, "dtype": "fp32"}', "dtype: expected one of bf16, got"),
         ('{"op": "copy_blocks", "format": "latent", "rows": 64}', "expected at least two blocks of 64, got 64"),
     ],
 )  # fmt: skip

@@ -134,3 +134,25 @@ def test_a_store_whose_lengths_fit_does_not_warn(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvstore.KVStore(plan, max_length=16 if kind == "full" else 100_000, max_tokens_per_step=16)
+
+
+@pytest.mark.filterwarnings("ignore:max_length")
+def test_the_copy_of_a_tail_that_a_fork_shares_is_no_block_beside_it():
+    store = make_store(num_frames=2)
+    (parent,) = prefill(store, range(2))
+    forks = store.fork(parent, 1)
+    for seq_ids in (forks, [parent]):
+        assert not isinstance(refusal(store, seq_ids, 1), NeverFits)
+    store.release([parent])
+    store.extend(forks, 1)
+
+
+@pytest.mark.filterwarnings("ignore:max_length")
+def test_a_window_that_a_commit_will_move_on_is_no_reason():
+    specs = {WINDOW_LAYER: sliding_window(1, 16, window=16, dtype=torch.float32, block_size=16)}
+    store = store_of(specs, 5, max_length=512)
+    seq_ids = store.open([range(200)]).seq_ids
+    batch = store.extend(seq_ids, 48)
+    assert not isinstance(refusal(store, seq_ids, 32), NeverFits)
+    store.commit(batch, range(48))
+    store.extend(seq_ids, 32)

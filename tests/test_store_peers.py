@@ -201,7 +201,13 @@ def sglang_figures(monkeypatch: pytest.MonkeyPatch, allocator: type) -> dict[str
 
 
 def test_sglangs_allocator_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(sglang_figures(monkeypatch, PagedTokenToKVPoolAllocator)) == ["min", "median", "worst", "spread", "note"]
+    assert list(sglang_figures(monkeypatch, PagedTokenToKVPoolAllocator)) == [
+        "min",
+        "median",
+        "worst",
+        "spread",
+        "note",
+    ]
 
 
 def test_a_manager_without_room_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
