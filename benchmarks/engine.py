@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    new_tokens, num_requests, rounds = (16, 8, 1) if options.quick else (96, 32, 5)
+    new_tokens, num_requests, rounds = (16, 4, 1) if options.quick else (96, 32, 5)
     cases = (
         Case("batch 1", None if options.quick else 0.95, equal_lengths(1, 64, new_tokens)),
         Case("batch 8", None if options.quick else 0.95, equal_lengths(8, 64, new_tokens)),

@@ -28,7 +28,7 @@ NAMES = ("kernels", "store", "planner", "capacity", "engine", "families", "aot",
 SHORT = {
     "engine": ("--quick",),
     "families": ("--quick",),
-    "aot": ("--quick", "--targets", "sm_90,gfx942"),
+    "aot": ("--quick", "--targets", "sm_90"),
 }
 """How those that take longest are run unless all are asked for in full."""
 PATIENT = ("engine", "families")
