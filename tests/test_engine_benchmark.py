@@ -47,7 +47,7 @@ def test_speeds_spread_and_ratio_of_every_case(loaded, capsys, monkeypatch):
 
 def test_a_quick_run_has_no_targets(loaded, capsys):
     status, figures = run(capsys, "--quick", "--dtype", "bfloat16")
-    assert ("8 requests, at most 8 at once, bfloat16", "ratio") in figures
+    assert ("4 requests, at most 8 at once, bfloat16", "ratio") in figures
     assert (status, [line for line in figures.values() if "ok" in line]) == (0, [])
 
 
