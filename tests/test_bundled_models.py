@@ -39,6 +39,15 @@ def test_a_path_that_exists_comes_before_a_bundled_name(tmp_path, monkeypatch):
     assert kvstore.specs_from_config("gemma-3-27b") == kvstore.specs_from_config("llama-3.1-8b")
 
 
+def test_an_empty_folder_hides_no_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-3.1-8b").mkdir()
+    (tmp_path / "mine").mkdir()
+    assert kvstore.plan_cache("llama-3.1-8b", num_frames=2).layers[0] == "layers.0.attn"
+    with pytest.raises(PlanError, match=r"config\.json"):
+        kvstore.plan_cache("mine", num_frames=2)
+
+
 def test_a_path_object_is_never_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError, match="config: cannot read 'gemma-3-27b': No such file"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvstore.errors import PlanError, plan_int
-from kvstore.models.bundled import bundled_config
+from kvstore.models.bundled import bundled_config, bundled_models
 from kvstore_kernels.formats import dtype_name
 
 Fields = Mapping[str, Any]
@@ -46,12 +46,14 @@ LEGACY_LAYER_TYPES = {
 def read_config(config: Any) -> Fields:
     """The fields of a mapping, a JSON file, a folder with a config.json, a bundled model, or an object with `to_dict`.
 
-    Text is a path if that exists, else the name of a bundled model.
+    Text is a path if that exists, else the name of a bundled model; a folder without a config.json hides none.
 
     Raises: PlanError when there is no such file or model, or no JSON object in it.
     """
-    if isinstance(config, str) and not os.path.exists(config):
-        return _read_file(bundled_config(config))
+    if isinstance(config, str):
+        is_empty = os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json"))
+        if not os.path.exists(config) or (is_empty and config in bundled_models()):
+            return _read_file(bundled_config(config))
     if isinstance(config, str | Path):
         return _read_file(Path(config))
     is_object = hasattr(config, "to_dict") and not isinstance(config, type)
