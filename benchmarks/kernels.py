@@ -87,11 +87,14 @@ def measure_shape(shape: Shape, bench: Bench) -> Iterator[Measure]:
         yield from gates(shape, warm, [peer.name for peer in running])
 
 
-def check(contender: Contender, expected: Expected) -> tuple[float, str] | None:
-    """What is wrong with the result of a call that finds none there, None where nothing is."""
+def check(contender: Contender, expected: Expected | None = None) -> tuple[float, str] | None:
+    """What is wrong with the result of a call that finds none there, None where nothing is.
+
+    `expected`: what it must be, computed before; None: a peer's own, which may depend on how many results there are.
+    """
     contender.reset()
     contender.call()
-    return difference(contender.results(), expected)
+    return difference(contender.results(), contender.expected() if expected is None else expected)
 
 
 def _difference(shape: Shape, wrong: tuple[float, str]) -> Measure:
@@ -103,7 +106,7 @@ def _checked(peer: Contender | Absent) -> Contender | Absent:
     if isinstance(peer, Absent):
         return peer
     try:
-        wrong = check(peer, peer.expected())
+        wrong = check(peer)
     except Exception as error:  # another version of it, say
         return Absent(peer.name, f"failed: {type(error).__name__}: {error}"[:200])
     return peer if wrong is None else Absent(peer.name, f"wrong: differs by {wrong[0]:g} {wrong[1]}")

@@ -141,11 +141,12 @@ ROWS = kv_format(2, 64)
         ),
         (
             lambda: full_attention(2, 64, dtype=torch.float64),
-            "dtype: expected one of bfloat16, float16, float32, float8_e4m3fn, got torch.float64",
+            "dtype: expected a torch dtype, one of torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, "
+            "got torch.float64",
         ),
         (lambda: latent(512, 576), "value_dim: expected an integer in [1, 512], got 576"),
         (lambda: full_attention(0, 64), "num_heads: expected an integer >= 1, got 0"),
-        (lambda: full_attention(2, 64, dtype="bf16"), "float32, float8_e4m3fn, got 'bf16'"),
+        (lambda: full_attention(2, 64, dtype="bf16"), "torch.float32, torch.float8_e4m3fn, got 'bf16'"),
         (
             lambda: full_attention(2, 64, padded_page_bytes=8176),
             "padded_page_bytes: expected an integer >= 8192, got 8176",

@@ -141,7 +141,7 @@ def test_a_lookup_changes_nothing() -> None:
         ),
         (lambda s, i: s.name_tokens([i], []), "token_arrays: expected one per sequence, 1 in all, got 0"),
         (lambda s, i: s.name_tokens([i], [[-1] * 18]), r"token_arrays\[0\]: expected token ids in \[0, "),
-        (lambda s, i: s.name_tokens([i + 1], [[1]]), "seq_ids: expected open sequences"),
+        (lambda s, i: s.name_tokens([i + 1], [[1]]), "seq_ids: expected handles of open sequences"),
         (
             lambda s, i: s.lookup([[1]], max_cached_tokens=-1),
             "max_cached_tokens: expected a number >= 0, or one per prompt, 1 in all, got -1",
