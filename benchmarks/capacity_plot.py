@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.capacity_tables import PLACES, by_setting
+from benchmarks.drawing import save
 from benchmarks.record import Measure
 
 COLOURS = {
@@ -50,7 +51,7 @@ def draw_places(measures: Sequence[Measure], path: Path) -> None:
     patches = [Patch(facecolor=COLOURS[place], edgecolor="#777777", label=MEANINGS[place]) for place in PLACES]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
     figure.suptitle("Memory while requests wait, by what it is used for, and what it holds", fontweight="bold")
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw(axes: Axes, title: str, layouts: Mapping[str, Mapping[str, Measure]]) -> None:

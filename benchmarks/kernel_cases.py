@@ -121,9 +121,7 @@ def _step(world: World) -> Case:
     """A decode step: the last row of each sequence is written, then all are read."""
     shape, query = world.shape, world.query
     view = world.view(filled=True)
-    last = torch.arange(1, shape.num_seqs + 1, device=world.device) * shape.rows - 1
-    new, slots = [part[last].contiguous() for part in world.rows.parts], world.slots[last].contiguous()
-    blocks, within = slots // shape.rows_per_block, slots % shape.rows_per_block
+    new, slots = world.last_rows
     out = torch.zeros_like(query)
     lse = torch.zeros(shape.num_seqs, shape.num_heads, device=world.device)
 
@@ -132,18 +130,17 @@ def _step(world: World) -> Case:
         gqa_decode(view, world.block_table, world.row_lens, query, softmax_scale=world.softmax_scale, out=out, lse=lse)
 
     def reset() -> None:
-        for part in ("k", "v"):
-            view.tensor(part)[blocks, within] = 0
+        world.clear_last_rows(view)
         _spoil(out, lse)
 
     num_bytes, num_flops = _read_work(world)
     num_bytes += 2 * sum(part.nbytes for part in new)
-    ours = Contender(OURS, call, lambda: (out, lse), world.attention, reset=reset)
+    ours = Contender(OURS, call, lambda: (out, lse), lambda: world.attention, reset=reset)
     return Case(shape, num_bytes, num_flops, ours)
 
 
 def _reader(world: World, call: Call, out: torch.Tensor, lse: torch.Tensor) -> Contender:
-    return Contender(OURS, call, lambda: (out, lse), world.attention, reset=partial(_spoil, out, lse))
+    return Contender(OURS, call, lambda: (out, lse), lambda: world.attention, reset=partial(_spoil, out, lse))
 
 
 def _spoil(*results: torch.Tensor) -> None:
@@ -164,7 +161,7 @@ def _read_work(world: World) -> tuple[int, int]:
 
 def _copy_blocks(world: World) -> Case:
     """Half of the blocks of four layers over the other half."""
-    views, blocks = _layers(world)
+    views, blocks = block_layers(world)
     half = world.num_blocks // 2
     src, dst = world.order[:half], world.order[half : 2 * half]
     wanted = blocks.clone()
@@ -181,7 +178,7 @@ def _copy_blocks(world: World) -> Case:
 
 def _pack_blocks(world: World) -> Case:
     """Half of the blocks of four layers into a staging buffer that exists."""
-    views, blocks = _layers(world)
+    views, blocks = block_layers(world)
     block_ids = world.order[: world.num_blocks // 2]
     wanted = blocks[block_ids]
     out = torch.zeros_like(wanted)
@@ -191,7 +188,7 @@ def _pack_blocks(world: World) -> Case:
     return Case(world.shape, 2 * wanted.nbytes, 0, ours)
 
 
-def _layers(world: World) -> tuple[list[PageView], torch.Tensor]:
+def block_layers(world: World) -> tuple[list[PageView], torch.Tensor]:
     """Layers whose pages lie side by side in blocks of random bytes, and the blocks."""
     shape = world.shape
     page_bytes = shape.row_format.page_bytes(shape.rows_per_block)

@@ -92,6 +92,18 @@ class World:
         per_block, row_format = self.shape.rows_per_block, self.shape.row_format
         return PageView(memory.view(-1), 0, self.stride_bytes, self.num_blocks, per_block, row_format)
 
+    @cached_property
+    def last_rows(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The last row of each sequence, part by part, and their slots: what a decode step writes."""
+        last = torch.arange(1, self.shape.num_seqs + 1, device=self.device) * self.shape.rows - 1
+        return [part[last].contiguous() for part in self.rows.parts], self.slots[last].contiguous()
+
+    def clear_last_rows(self, view: PageView) -> None:
+        """Fills the last row of each sequence with zeros in pages of K and V."""
+        slots, per_block = self.last_rows[1], self.shape.rows_per_block
+        for part in ("k", "v"):
+            view.tensor(part)[slots // per_block, slots % per_block] = 0
+
     def pages(self) -> torch.Tensor:
         """uint8 [num_blocks, stride_bytes] with the rows where they belong, zeros elsewhere."""
         memory = torch.zeros(self.num_blocks, self.stride_bytes, dtype=torch.uint8, device=self.device)
@@ -139,12 +151,9 @@ class World:
         chosen = [torch.randperm(self.shape.rows, generator=generator)[:num_listed] for _ in range(self.shape.num_seqs)]
         return torch.stack(chosen).to(self.device)
 
+    @cached_property
     def attention(self) -> Expected:
         """Output and LSE of the query over all rows, or over the listed ones, and what rounding may change."""
-        return self._attention
-
-    @cached_property
-    def _attention(self) -> Expected:
         keys, values = self.keys_values
         if self.shape.op == "sparse_mla_decode":
             keys, values = (

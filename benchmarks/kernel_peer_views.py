@@ -9,10 +9,8 @@ from torch.nn.functional import pad
 from benchmarks.kernel_cases import Contender
 from benchmarks.kernel_data import Call, World
 from benchmarks.kernel_peers import Peer
+from benchmarks.kernel_shapes import ROPE
 from kvstore_kernels import PageView
-
-ROPE = 64
-"""Columns of a latent row behind those that V has too."""
 
 
 def gpu_peer(
@@ -46,7 +44,7 @@ def attention(
     name: str, world: World, results: Callable[[], Sequence[torch.Tensor]], call: Call, differs: str = ""
 ) -> Contender:
     """A contender that reads: its output, and the natural LSE where it has one, [num_seqs, num_heads(, dim)] both."""
-    return Contender(name, call, results, lambda: world.attention()[: len(results())], differs)
+    return Contender(name, call, results, lambda: world.attention[: len(results())], differs)
 
 
 def latent_pages(view: PageView) -> torch.Tensor:
@@ -74,12 +72,9 @@ def outputs(world: World) -> tuple[torch.Tensor, torch.Tensor]:
 
 def before_step(world: World) -> tuple[PageView, list[torch.Tensor], torch.Tensor]:
     """Pages without the last row of each sequence, those rows, and their slots."""
-    view, per_block = world.view(filled=True), world.shape.rows_per_block
-    last = torch.arange(1, world.shape.num_seqs + 1, device=world.device) * world.shape.rows - 1
-    slots = world.slots[last].contiguous()
-    for part in ("k", "v"):
-        view.tensor(part)[slots // per_block, slots % per_block] = 0
-    return view, [part[last].contiguous() for part in world.rows.parts], slots
+    view = world.view(filled=True)
+    world.clear_last_rows(view)
+    return view, *world.last_rows
 
 
 def listed_slots(world: World, multiple: int) -> torch.Tensor:

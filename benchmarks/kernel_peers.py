@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from benchmarks.kernel_cases import Contender
+from benchmarks.kernel_cases import Contender, block_layers
 from benchmarks.kernel_data import World
 from benchmarks.kernel_shapes import DTYPES
 from kvstore_kernels import gather_rows
@@ -119,14 +119,12 @@ def _gather_sdpa(world: World) -> Contender:
         attended = scaled_dot_product_attention(grouped, keys, read, scale=world.softmax_scale)
         held[:] = [attended[..., :value_dim].flatten(1, 2)]
 
-    return Contender("gather + torch sdpa", call, lambda: held, lambda: world.attention()[:1], "no LSE")
+    return Contender("gather + torch sdpa", call, lambda: held, lambda: world.attention[:1], "no LSE")
 
 
 def _torch_copy_blocks(world: World) -> Contender:
     """Indexing of whole blocks."""
-    shape = world.shape
-    size = (world.num_blocks, 4 * shape.row_format.page_bytes(shape.rows_per_block))
-    blocks = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(world.device)
+    _, blocks = block_layers(world)
     half = world.num_blocks // 2
     src, dst = world.order[:half], world.order[half : 2 * half]
     wanted = blocks.clone()
@@ -140,9 +138,7 @@ def _torch_copy_blocks(world: World) -> Contender:
 
 def _torch_pack(world: World) -> Contender:
     """index_select of whole blocks."""
-    shape = world.shape
-    size = (world.num_blocks, 4 * shape.row_format.page_bytes(shape.rows_per_block))
-    blocks = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(world.device)
+    _, blocks = block_layers(world)
     chosen = world.order[: world.num_blocks // 2]
     out = torch.zeros_like(blocks[: len(chosen)])
     wanted = blocks[chosen]
@@ -176,7 +172,7 @@ def _dynamic_cache(world: World) -> Contender:
         "transformers DynamicCache",
         call,
         lambda: [held[0].view(shape.num_seqs, shape.num_heads, -1)],
-        lambda: world.attention()[:1],
+        lambda: world.attention[:1],
         "equal lengths, no LSE",
     )
 
@@ -213,8 +209,7 @@ def _paged_cache(world: World) -> Contender:
 
     parts, nothing = world.rows.parts, torch.empty(0, dtype=torch.int64, device=device)
     allocator.update(*parts, 0, nothing, indices(allocator.get_write_indices, 0, shape.rows))
-    last = torch.arange(1, shape.num_seqs + 1, device=device) * shape.rows - 1
-    new = [part[last].contiguous() for part in parts]
+    new, _ = world.last_rows
     read_index = indices(allocator.get_read_indices, shape.rows - 1, 1)
     write_index = indices(allocator.get_write_indices, shape.rows - 1, 1)
     query = world.query.view(shape.num_seqs, shape.num_heads, 1, -1)
@@ -230,7 +225,7 @@ def _paged_cache(world: World) -> Contender:
         "transformers paged cache",
         call,
         lambda: held,
-        lambda: world.attention()[:1],
+        lambda: world.attention[:1],
         "indices made before, no LSE",
     )
 

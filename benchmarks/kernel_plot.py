@@ -8,9 +8,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from benchmarks.drawing import GRID, save
 from benchmarks.kernel_cases import COPY, OURS
 from benchmarks.kernel_shapes import FORMATS_OF
 from benchmarks.record import Measure
+from benchmarks.tables import by_case
 
 MARKS = "osD^vP*Xd<>h"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999933", "#999999")
@@ -28,9 +30,7 @@ Lines = dict[tuple[str, str], list[Point]]
 
 def draw_bandwidth(measures: Sequence[Measure], path: Path) -> None:
     """Writes the picture; ops without a figure have no panel."""
-    figures: dict[str, dict[str, Measure]] = {}
-    for each in measures:
-        figures.setdefault(each.case, {})[each.metric] = each
+    figures = by_case(measures)
     panels = [(op, lines) for op in FORMATS_OF if (lines := lines_of(op, figures))]
     columns = min(3, max(1, len(panels)))
     rows = -(-len(panels) // columns)
@@ -42,7 +42,7 @@ def draw_bandwidth(measures: Sequence[Measure], path: Path) -> None:
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     figure.suptitle("Bandwidth over the bytes that an op has to read and write", fontsize=14, fontweight="bold")
-    figure.savefig(path)
+    save(figure, path)
 
 
 def lines_of(op: str, figures: Mapping[str, Mapping[str, Measure]]) -> Lines:
@@ -90,7 +90,7 @@ def _draw(axes: Axes, op: str, lines: Lines) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=14))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    axes.grid(True, which="major", **GRID)
     axes.tick_params(labelsize=8)
     axes.margins(x=0.08, y=0.12)
     low, high = axes.get_ylim()

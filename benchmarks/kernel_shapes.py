@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.options import read_objects
 from benchmarks.record import UsageError
 from kvstore_kernels import RowFormat, dsv4_format, fp8_ds_mla_format, kv_format, latent_format
 
@@ -26,6 +26,7 @@ FORMATS_OF = {
 """Op -> the formats whose results can be checked. decode_step: write_rows of a token for each sequence + gqa_decode."""
 READS = ("mla_decode", "gqa_decode", "sparse_mla_decode", "decode_step")
 ROPE = 64
+"""Columns of a latent row behind those that V has too."""
 LISTED = 2048
 """Rows that a query of sparse_mla_decode lists at most."""
 
@@ -137,25 +138,11 @@ def read_shapes(path: str) -> list[Shape]:
 
     Raises: UsageError that names the file, the line and what is wrong in it.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--shapes: cannot read {path!r}: {error}") from error
-    shapes = [
-        _shape(text, f"--shapes: {path!r}, line {number}") for number, text in enumerate(lines, 1) if text.strip()
-    ]
-    if not shapes:
-        raise UsageError(f"--shapes: expected a JSON object with {_known()} on each line of {path!r}, got none")
-    return shapes
+    what = f"a JSON object with {_known()}"
+    return [_shape(record, where) for record, where in read_objects(path, "--shapes", what)]
 
 
-def _shape(text: str, where: str) -> Shape:
-    try:
-        record: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: expected a JSON object with {_known()}, got {text!r:.60}: {error}") from error
-    if not isinstance(record, dict):
-        raise UsageError(f"{where}: expected a JSON object with {_known()}, got {text!r:.60}")
+def _shape(record: dict[str, Any], where: str) -> Shape:
     if unknown := record.keys() - {field.name for field in fields(Shape)}:
         raise UsageError(f"{where}: expected fields out of {_known()}, got {', '.join(sorted(unknown))}")
     if missing := {"op", "format", "rows"} - record.keys():

@@ -1,8 +1,8 @@
 """Speed of the ops on this device, over sizes: beside a copy of the same bytes, torch, and other libraries.
 
-Each result is checked before it is timed; a wrong one gets no speed. A time is the median of alternated rounds. The
-roofline of a case is the longer of two times: of a copy of the same bytes, measured in the same rounds, and of its
-matrix products at the rate of a large one.
+Each result is checked before it is timed and behind it; a wrong one gets no speed. A time is the median of alternated
+rounds. The roofline of a case is the longer of two times: of a copy of the same bytes, measured in the same rounds, and
+of its matrix products at the rate of a large one.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from benchmarks.kernel_shapes import FORMATS_OF, Shape, default_shapes, read_sha
 from benchmarks.machine import best_device
 from benchmarks.options import count, names_of, new_parser
 from benchmarks.record import Measure, Run, UsageError, new_table, shown
+from benchmarks.tables import by_case
 from benchmarks.timing import Timer, Times, matrix_rate
 
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -63,7 +64,7 @@ def measure_shape(shape: Shape, bench: Bench) -> Iterator[Measure]:
     found = [_checked(each) for each in contenders(world, bench.peers)]
     running = [each for each in found if isinstance(each, Contender)]
     calls = [case.ours.call, copy_of(case.num_bytes, device), *(peer.call for peer in running)]
-    warm = bench.timer.warm(calls, bench.rounds, lambda: None)
+    warm = bench.timer.warm(calls, bench.rounds)
     cold = bench.timer.cold(calls[:2], bench.cold_rounds)
     wrong = difference(case.ours.results(), expected) or check(case.ours, expected)
     if wrong is not None:  # right at first, and not while it was timed
@@ -187,12 +188,10 @@ def draw(measures: Sequence[Measure], path: Path) -> None:
 
 def show(console: Console, measures: Sequence[Measure], rounds: int) -> None:
     """A table for each op: a line for ours, for a copy, and for each peer of a shape."""
-    by_case: dict[str, dict[str, Measure]] = {}
-    for each in measures:
-        by_case.setdefault(each.case, {})[each.metric] = each
-    machine = by_case.pop("machine", {})
+    by_shape = by_case(measures)
+    machine = by_shape.pop("machine", {})
     for op in FORMATS_OF:
-        cases = {case: figures for case, figures in by_case.items() if case.partition(",")[0] == op}
+        cases = {case: figures for case, figures in by_shape.items() if case.partition(",")[0] == op}
         if cases:
             _show_op(console, op, cases)
     if machine:
@@ -206,7 +205,7 @@ def show(console: Console, measures: Sequence[Measure], rounds: int) -> None:
         "quantised rows are made and read by integer arithmetic in torch: a reference, not fast.\n",
         highlight=False,
     )
-    spreads = [float(figures["spread"].value) for figures in by_case.values() if "spread" in figures]
+    spreads = [float(figures["spread"].value) for figures in by_shape.values() if "spread" in figures]
     if num_noisy := sum(spread > NOISY for spread in spreads):
         console.print(
             f"{num_noisy} of {len(spreads)} times scatter by more than {NOISY} %: the machine was busy.\n",

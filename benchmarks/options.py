@@ -1,10 +1,12 @@
 """The command line that all benchmarks share: a mistake is answered in one line, with the names that there are."""
 
 import argparse
-from collections.abc import Callable, Collection
-from typing import NoReturn
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
 
-from benchmarks.record import BAD_USAGE
+from benchmarks.record import BAD_USAGE, UsageError
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -75,3 +77,27 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return number
+
+
+def read_objects(path: str, option: str, what: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The JSON objects of a file's lines, each with where it stands, for errors about it. Empty lines are passed over.
+
+    Raises: UsageError that names the option, the file and the line for one that cannot be read, a line that is no
+        object, and a file without any; `what` says what is expected.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}: cannot read {path!r}: {error}") from error
+    filled = [(number, text) for number, text in enumerate(lines, 1) if text.strip()]
+    if not filled:
+        raise UsageError(f"{option}: expected {what} on each line of {path!r}, got none")
+    for number, text in filled:
+        where, fault = f"{option}: {path!r}, line {number}", ""
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            record, fault = None, f": {error}"
+        if not isinstance(record, dict):
+            raise UsageError(f"{where}: expected {what}, got {text!r:.60}{fault}")
+        yield record, where

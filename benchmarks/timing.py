@@ -50,10 +50,10 @@ class Timer:
         self.device = device
         self._swept = torch.zeros(2 * cache_bytes(device), dtype=torch.uint8, device=device)
 
-    def warm(self, calls: Sequence[Call], rounds: int, advance: Call) -> list[Times]:
+    def warm(self, calls: Sequence[Call], rounds: int) -> list[Times]:
         """A sample of each call in each round."""
         if self.device.type == "cuda":
-            return self._warm_on_gpu(calls, rounds, advance)
+            return self._warm_on_gpu(calls, rounds)
         repeats = [_repeats(call) for call in calls]
         samples: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
@@ -63,7 +63,6 @@ class Timer:
                 for _ in range(times):
                     call()
                 kept.append((time.perf_counter() - begin) / times)
-            advance()
         return [Times(tuple(kept)) for kept in samples]
 
     def cold(self, calls: Sequence[Call], rounds: int) -> list[Times]:
@@ -75,7 +74,7 @@ class Timer:
                 kept.append(self._event_s(call, 1) if self.device.type == "cuda" else _host_s(call))
         return [Times(tuple(kept), "events" if self.device.type == "cuda" else "calls") for kept in samples]
 
-    def _warm_on_gpu(self, calls: Sequence[Call], rounds: int, advance: Call) -> list[Times]:
+    def _warm_on_gpu(self, calls: Sequence[Call], rounds: int) -> list[Times]:
         graphs = [self._captured(call) for call in calls]
         samples: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
@@ -85,7 +84,6 @@ class Timer:
                     kept.append(self._event_s(call, CALLS_PER_GRAPH) / CALLS_PER_GRAPH)
                 else:
                     kept.append(self._event_s(graph.replay, 1) / CALLS_PER_GRAPH)
-            advance()
         return [
             Times(tuple(kept), "events" if graph is None else "graph")
             for kept, graph in zip(samples, graphs, strict=True)

@@ -4,13 +4,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.options import read_objects
 from benchmarks.record import UsageError
 
 VOCABULARY = 50_000
@@ -152,15 +152,7 @@ def read_trace(path: str) -> list[Request]:
 
     Raises: UsageError that names the file, the line and what is wrong in it.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--trace: cannot read {path!r}: {error}") from error
-    requests = [
-        _request(text, f"--trace: {path!r}, line {number}") for number, text in enumerate(lines, 1) if text.strip()
-    ]
-    if not requests:
-        raise UsageError(f"--trace: expected a JSON object for each request in {path!r}, got none")
+    requests = [_request(record, where) for record, where in read_objects(path, "--trace", "a JSON object")]
     return sorted(requests, key=lambda each: each.arrival_s)
 
 
@@ -171,14 +163,8 @@ def to_lines(requests: Sequence[Request]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def _request(text: str, where: str) -> Request:
+def _request(record: dict[str, Any], where: str) -> Request:
     known = [field.name for field in fields(Request)]
-    try:
-        record: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: expected a JSON object, got {text!r:.60}: {error}") from error
-    if not isinstance(record, dict):
-        raise UsageError(f"{where}: expected a JSON object, got {text!r:.60}")
     if {"timestamp", "input_length", "output_length"} <= record.keys():
         record = _from_mooncake(record, where)
     if unknown := record.keys() - set(known):

@@ -24,7 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     # -P: a folder `benchmarks` of the user's own is not taken for that of the checkout.
-    with subprocess.Popen([sys.executable, "-P", "-m", "benchmarks", *arguments], env=environment) as child:
+    command = [sys.executable, "-P", "-m", "benchmarks", *arguments]
+    # A group of its own: Ctrl-C of a terminal comes here alone, and goes on to it once.
+    with subprocess.Popen(command, env=environment, process_group=0) as child:
         before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
         try:
             status = _wait(child)
@@ -34,12 +36,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait(child: "subprocess.Popen[bytes]") -> int:
-    """Its exit status. Ctrl-C in a terminal reaches it as well; it prints what it has measured, and ends."""
+    """Its exit status. At Ctrl-C it prints what it has measured, and ends."""
     try:
         return child.wait()
     except KeyboardInterrupt:
-        if os.getpgid(child.pid) != os.getpgrp() or not sys.stdin.isatty():
-            child.send_signal(signal.SIGINT)  # it came here alone
+        child.send_signal(signal.SIGINT)
         child.wait()
         return INTERRUPTED
 
