@@ -135,6 +135,24 @@ def test_a_peer_that_is_missing_or_fails_or_is_wrong_is_a_row_without_a_speed(ca
     assert "no_such_package is not installed" in capsys.readouterr().out
 
 
+def test_a_peer_that_is_wrong_when_it_is_timed_has_no_speed(capsys, monkeypatch):
+    def make(world):
+        rows, calls = [part.clone() for part in world.rows.read], []
+
+        def call():
+            calls.append(1)
+            if len(calls) > 1:
+                rows[0].zero_()
+
+        return kernel_cases.Contender("tired", call, lambda: rows, lambda: [(part, None) for part in world.rows.read])
+
+    monkeypatch.setattr(kernels, "PEERS", (Peer("tired", "torch", ("gather_rows",), make),))
+    _, figures = run(capsys, "--ops", "gather_rows")
+    said = {metric: line["value"] for (case, metric), line in figures.items() if case.endswith("| tired")}
+    assert list(said) == ["absent"]
+    assert said["absent"].startswith("wrong when it was timed: differs by ")
+
+
 def one_bit_off(monkeypatch):
     write = kernel_cases.write_rows
 
